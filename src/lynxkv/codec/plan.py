@@ -52,7 +52,9 @@ def plan(
     """
     if segment_tokens < BLOCK or segment_tokens % BLOCK:
         raise SpecError(f"segment_tokens must be a multiple of {BLOCK}, got {segment_tokens}")
-    anchor = [s for a in range(0, shape.stop, segment_tokens) for s in _spans(shape, spec, a, segment_tokens, segment_bytes)]
+    anchor = [
+        s for a in range(0, shape.stop, segment_tokens) for s in _spans(shape, spec, a, segment_tokens, segment_bytes)
+    ]
     segments = [Segment(Tier.ANCHOR, s) for s in anchor]
     for tier in (Tier.RESIDUAL, Tier.EXACT):
         if tier <= spec.target:
@@ -69,8 +71,8 @@ def _spans(shape: CacheShape, spec: CodecSpec, start: int, tokens: int, least: i
             width = layer.kv_heads * layer.dim(kind)
             bits = 8 * shape.itemsize if spec.raw else spec.bits(i, kind).anchor
             held = max(0, min(layer.stop, stop) - max(layer.start, start))
-            size += width * held * bits // 8
-            if size >= least:
+            size += width * held * bits
+            if size >= 8 * least:
                 yield Span(kind, first, i + 1, start, stop)
                 first, size = i + 1, 0
         if size:

@@ -1,0 +1,109 @@
+"""Segments back to KV tensors, at anchor precision or with the residual."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lynxkv.codec.cells import CELL
+from lynxkv.codec.encode import check_arrays
+from lynxkv.codec.flagged import restore_flagged
+from lynxkv.codec.kernels import Kernels, kernels_named
+from lynxkv.codec.layout import LayerRuns, layer_runs
+from lynxkv.codec.plan import Span
+from lynxkv.codec.segment import Located, as_bytes, locate, name
+from lynxkv.codec.shape import CacheShape
+from lynxkv.codec.spec import CodecSpec, Tier
+from lynxkv.errors import CorruptData, SpecError
+
+
+def decode(
+    shape: CacheShape,
+    spec: CodecSpec,
+    span: Span,
+    anchor: Any,
+    residual: Any,
+    out: Sequence[NDArray[Any]],
+    *,
+    first: int = 0,
+    kernels: str | None = None,
+) -> None:
+    """Decode one span's segments into ``out``.
+
+    Sizes are verified, so corrupt bytes never reach outside the buffers; whether they are the producer's is for
+    `check` to say.
+
+    Parameters
+    ----------
+    anchor : buffer
+        The anchor segment.
+    residual : buffer or None
+        The residual segment; None decodes at the anchor's precision.
+    out : sequence of writable ndarray [kv_heads, rows, dim]
+        For every layer of the span, the rows it holds there: in the cache's dtype, or float32, which then holds
+        the value rounded to the cache's dtype. The last axis is contiguous, the others may have any strides.
+    first : int
+        Rows at absolute positions before it are left alone.
+    kernels : {"numba", "reference"}, optional
+        Which implementation; both give the same values.
+
+    Raises
+    ------
+    CorruptData
+        If the bytes cannot be segments of this span.
+    SpecError
+        If ``out`` does not fit shape and span.
+    """
+    runs = list(layer_runs(shape, spec, span))
+    check_arrays(runs, out, CELL[shape.dtype], CELL["float32"])
+    if not all(array.flags.writeable for array in out):
+        raise SpecError("out must be writable, got a read-only array")
+    coarse = as_bytes(anchor)
+    fine = None if residual is None else as_bytes(residual)
+    coarse_runs = list(locate(Tier.ANCHOR, runs, coarse))
+    fine_runs = None if fine is None else list(locate(Tier.RESIDUAL, runs, fine))
+    implementation = kernels_named(kernels)
+    at = 0
+    for layer_run, array in zip(runs, out, strict=True):
+        own = coarse_runs[at : at + layer_run.heads]
+        own_fine = None if fine_runs is None else fine_runs[at : at + layer_run.heads]
+        at += layer_run.heads
+        skip = min(max(first - layer_run.run.rows.start, 0), array.shape[1])
+        if array.size and skip < array.shape[1]:
+            _decode_layer(implementation, layer_run, coarse, own, fine, own_fine, array, skip)
+
+
+def _decode_layer(
+    kernels: Kernels,
+    layer_run: LayerRuns,
+    coarse: NDArray[np.uint8],
+    coarse_runs: list[Located],
+    fine: NDArray[np.uint8] | None,
+    fine_runs: list[Located] | None,
+    out: NDArray[Any],
+    skip: int,
+) -> None:
+    layer, heads, run = layer_run
+    size, fine_size = run.size(Tier.ANCHOR), run.size(Tier.RESIDUAL)
+    longer = any(located.stop - located.start != size for located in coarse_runs)
+    # Heads of one layer are decoded in one call when their runs are equally far apart, else one by one.
+    step = 1 if longer else heads
+    for head in range(0, heads, step):
+        start = coarse_runs[head].start
+        anchor = coarse[start : start + step * size].reshape(step, size)
+        residual = None
+        if fine is not None and fine_runs is not None and fine_size:
+            start = fine_runs[head].start
+            residual = fine[start : start + step * fine_size].reshape(step, fine_size)
+        flagged = kernels.decode_layer(run, anchor, residual, out[head : head + step], skip)
+        for i, count in enumerate(flagged.tolist()):
+            located = coarse_runs[head + i]
+            extra = located.stop - located.start - size
+            if count * run.itemsize != extra:
+                raise CorruptData(
+                    f"{name(Tier.ANCHOR, run, layer, head + i)}: {count * run.itemsize} bytes of flagged groups "
+                    f"expected, got {extra}; ask for the segment again"
+                )
+            if count:
+                restore_flagged(run, coarse[located.start : located.stop], out[head + i], skip)

@@ -1,0 +1,170 @@
+"""Where the bytes of a segment lie: a directory, then one run of bytes for every (layer, KV head)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lynxkv.codec.plan import Segment, Span
+from lynxkv.codec.shape import DTYPE_BYTES, CacheShape, Rows
+from lynxkv.codec.spec import BLOCK, Bits, CodecSpec, Kind, Tier
+from lynxkv.errors import SpecError
+
+ENTRY = np.dtype([("size", "<u8"), ("digest", "<u8")])
+"""One entry of a segment's directory: the run's bytes and their seeded xxh3_64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The geometry of one head's bytes in a span; all heads of a layer have the same.
+
+    The anchor's run is ``raw rows | block | block | … | raw values of flagged groups``, the residual's
+    ``block | block | …``. An anchor block is ``min of every group | max of every group | codes``, a
+    residual block is codes only.
+
+    Parameters
+    ----------
+    kind : Kind
+        K: a group is one channel over the block's 64 tokens; V: one token over up to 64 channels.
+    dtype : str
+        The cache's element type.
+    dim : int
+        Channels of a head.
+    rows : Rows
+        The span's part of the layer's rows.
+    sinks : int
+        Rows at the start of the first block that are raw and belong to no group.
+    bits : Bits
+        Width of the codes.
+    """
+
+    kind: Kind
+    dtype: str
+    dim: int
+    rows: Rows
+    sinks: int
+    bits: Bits
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def blocks(self) -> int:
+        """Coded blocks."""
+        return (self.rows.tail - self.rows.coded) // BLOCK
+
+    @property
+    def head(self) -> int:
+        """Raw rows before the first block."""
+        return self.rows.coded - self.rows.start
+
+    @property
+    def tail(self) -> int:
+        """Raw rows after the last block."""
+        return self.rows.stop - self.rows.tail
+
+    @property
+    def raw_rows(self) -> int:
+        """Rows kept verbatim: before the blocks, sinks, after the blocks; in that order."""
+        return self.head + self.sinks + self.tail
+
+    @property
+    def groups(self) -> int:
+        """Groups of a block: ``dim`` for K; for V 64 tokens times ceil(dim / 64), token by token."""
+        return self.dim if self.kind is Kind.K else BLOCK * -(-self.dim // BLOCK)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the raw rows."""
+        return self.raw_rows * self.dim * self.itemsize
+
+    @property
+    def meta_bytes(self) -> int:
+        """Bytes of a block's minima and maxima."""
+        return 2 * self.groups * self.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of an anchor block."""
+        return self.meta_bytes + self.code_bytes(Tier.ANCHOR)
+
+    @property
+    def flaggable_bytes(self) -> int:
+        """Bytes that follow the anchor's blocks if every group is flagged."""
+        return max(0, self.blocks * BLOCK - self.sinks) * self.dim * self.itemsize
+
+    def code_bytes(self, tier: Tier) -> int:
+        """Bytes of a block's codes in ``tier``."""
+        return BLOCK // 8 * self.dim * (self.bits.anchor if tier is Tier.ANCHOR else self.bits.residual)
+
+    def size(self, tier: Tier) -> int:
+        """Bytes of the run in ``tier`` when no group is flagged."""
+        if tier is Tier.ANCHOR:
+            return self.raw_bytes + self.blocks * self.block_bytes
+        return self.blocks * self.code_bytes(tier)
+
+
+class LayerRuns(NamedTuple):
+    """One layer's runs: all have geometry ``run``, one for each of ``heads`` KV heads."""
+
+    layer: int
+    heads: int
+    run: Run
+
+
+def layer_runs(shape: CacheShape, spec: CodecSpec, span: Span) -> Iterator[LayerRuns]:
+    """The runs of every layer of ``span``, in order.
+
+    Raises
+    ------
+    SpecError
+        If ``span`` does not fit ``shape`` or cuts a block.
+    """
+    if not (0 <= span.first_layer < span.last_layer <= len(shape.layers) and 0 <= span.start <= span.stop):
+        raise SpecError(
+            f"a span's layers must lie in [0, {len(shape.layers)}) and its positions ascend; got layers "
+            f"[{span.first_layer}, {span.last_layer}) positions [{span.start}, {span.stop})"
+        )
+    for layer in range(span.first_layer, span.last_layer):
+        held = shape.layers[layer]
+        rows = span.rows(shape, spec, layer)
+        blocks = rows.tail > rows.coded
+        if blocks and (rows.coded % BLOCK or rows.tail % BLOCK):
+            raise SpecError(f"a span must start and stop on the grid of {BLOCK}, got [{span.start}, {span.stop})")
+        sinks = min(spec.sinks, BLOCK) if blocks and rows.coded == 0 else 0
+        yield LayerRuns(
+            layer,
+            held.kv_heads,
+            Run(span.kind, shape.dtype, held.dim(span.kind), rows, sinks, spec.bits(layer, span.kind)),
+        )
+
+
+def runs_in(runs: list[LayerRuns]) -> int:
+    """Number of (layer, head) runs."""
+    return sum(r.heads for r in runs)
+
+
+def refuse_exact(tier: Tier) -> None:
+    """Raise SpecError for the tier the format has room for but no kernel codes yet."""
+    if tier is Tier.EXACT:
+        raise SpecError("the exact tier is not built yet; use a CodecSpec with exact=False")
+
+
+def segment_bounds(shape: CacheShape, spec: CodecSpec, segment: Segment) -> tuple[int, int]:
+    """Least and most bytes of ``segment``: no group flagged, every group flagged."""
+    refuse_exact(segment.tier)
+    least = most = 0
+    for _, heads, run in layer_runs(shape, spec, segment.span):
+        size = ENTRY.itemsize + run.size(segment.tier)
+        least += heads * size
+        most += heads * (size + (run.flaggable_bytes if segment.tier is Tier.ANCHOR else 0))
+    return least, most
+
+
+def directory(data: NDArray[np.uint8], runs: int) -> NDArray[np.void]:
+    """The directory at the start of a segment: a structured view of ``data``."""
+    return data[: runs * ENTRY.itemsize].view(ENTRY)
