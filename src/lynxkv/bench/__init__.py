@@ -1,0 +1,1 @@
+"""Compares schemes on one model and link."""

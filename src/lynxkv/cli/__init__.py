@@ -1,0 +1,1 @@
+"""The ``lynxkv`` command."""

@@ -1,0 +1,1 @@
+"""Model runtimes: prefill in chunks, open a session."""

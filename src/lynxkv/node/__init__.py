@@ -1,0 +1,1 @@
+"""The two conductors: prefill node and decode node."""

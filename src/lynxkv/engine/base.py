@@ -1,0 +1,75 @@
+"""What the nodes ask of a model runtime."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from lynxkv.codec import CacheShape, Kind
+from lynxkv.speculation.session import Logits, Session
+from lynxkv.wire import Fingerprint
+
+
+class KVSession(Session, Protocol):
+    """A session whose KV rows can be read and written in place."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the KV buffers, all of them allocated when the session was opened."""
+        ...
+
+    def place(self, shape: CacheShape) -> None:
+        """Declare ``shape``'s rows present; their content is written afterwards."""
+        ...
+
+    def read(self, layer: int, kind: Kind, start: int, stop: int) -> NDArray[Any]:
+        """Rows ``[kv_heads, stop - start, dim]`` in the handed-over dtype (bfloat16 as uint16 bits); may be a view."""
+        ...
+
+    def writing(self, layer: int, kind: Kind, start: int, stop: int) -> AbstractContextManager[NDArray[Any]]:
+        """Rows ``[kv_heads, stop - start, dim]`` to fill, in the handed-over dtype or float32; in place on a CPU."""
+        ...
+
+
+class Engine(Protocol):
+    """A loaded model."""
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What another engine has to have in common with this one to use its KV."""
+        ...
+
+    @property
+    def context(self) -> int:
+        """Most tokens of prompt and answer together."""
+        ...
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """Token ids that end an answer."""
+        ...
+
+    def shape(self, tokens: int) -> CacheShape:
+        """The KV handed over for a prompt of ``tokens`` tokens."""
+        ...
+
+    def open(self, capacity: int, append: int) -> KVSession:
+        """An empty session for ``capacity`` tokens; at most ``append`` are appended before old rows may drop."""
+        ...
+
+    def prefill(self, tokens: Sequence[int], chunk: int) -> Iterator[tuple[int, KVSession, Logits]]:
+        """Prefill in chunks; after each, ``(tokens done, session, logits [vocab] of the next token)``."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text`` as it stands."""
+        ...
+
+    def chat(self, prompt: str) -> list[int]:
+        """Token ids of one user turn in the model's chat template; plain text where it has none."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of ``tokens``, special tokens left out."""
+        ...

@@ -1,0 +1,36 @@
+"""The identity of a model's weights and tokenizer, for the fingerprint."""
+
+from typing import Any
+
+import torch
+import xxhash
+
+_SAMPLES = 512
+
+
+def weights_identity(model: torch.nn.Module) -> str:
+    """A digest of every parameter's name, shape and a spread of its values.
+
+    Values are rounded to bfloat16 first, so that one checkpoint has one identity in every compute dtype.
+    """
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+        flat = tensor.detach().reshape(-1)
+        stride = max(1, flat.numel() // _SAMPLES)
+        values = flat[::stride][:_SAMPLES].to("cpu")
+        if values.is_floating_point():
+            values = values.to(torch.bfloat16).view(torch.int16)
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(values.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def tokenizer_identity(tokenizer: Any) -> str:
+    """A digest of the vocabulary and chat template; ``none`` without a tokenizer."""
+    if tokenizer is None:
+        return "none"
+    digest = xxhash.xxh3_128()
+    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
+        digest.update(f"{index}:{token}\n".encode())
+    digest.update((getattr(tokenizer, "chat_template", None) or "").encode())
+    return digest.hexdigest()

@@ -1,0 +1,313 @@
+"""The embedded engine: Hugging Face causal LMs whose cache is K and V per layer."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from lynxkv.codec import CacheShape, Kind, LayerShape
+from lynxkv.engine.cache import Buffers, Layer
+from lynxkv.engine.identity import tokenizer_identity, weights_identity
+from lynxkv.engine.models import resolve
+from lynxkv.errors import EngineError, PromptTooLong, RequestError, UnknownModel, UnsupportedModel
+from lynxkv.speculation.session import Logits
+from lynxkv.wire import Fingerprint
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """One layer's cache: heads, widths, and its window (0: all tokens)."""
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    window: int
+
+
+class TransformersSession:
+    """One sequence's KV in preallocated buffers; see :class:`lynxkv.engine.base.KVSession`."""
+
+    def __init__(self, engine: "TransformersEngine", buffers: Buffers) -> None:
+        self._engine = engine
+        self._buffers = buffers
+
+    @property
+    def length(self) -> int:
+        """Tokens whose KV the session holds."""
+        return self._buffers.layers[0].length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the KV buffers."""
+        return self._buffers.nbytes
+
+    def forward(self, tokens: Sequence[int]) -> Logits:
+        """Append ``tokens``; float32 logits ``[len(tokens), vocab]``."""
+        return self._engine.run(self._buffers, tokens, len(tokens))
+
+    def truncate(self, length: int) -> None:
+        """Forget every token from position ``length`` on."""
+        for layer in self._buffers.layers:
+            layer.truncate(length)
+
+    def place(self, shape: CacheShape) -> None:
+        """Declare ``shape``'s rows present; their content is written afterwards."""
+        for layer, rows in zip(self._buffers.layers, shape.layers, strict=True):
+            layer.place(rows.start, rows.stop)
+
+    def read(self, layer: int, kind: Kind, start: int, stop: int) -> NDArray[Any]:
+        """Rows ``[kv_heads, stop - start, dim]`` in the KV dtype."""
+        return _as_numpy(self._rows(layer, kind, start, stop).to(DTYPES[self._engine.kv_dtype]).cpu())
+
+    @contextmanager
+    def writing(self, layer: int, kind: Kind, start: int, stop: int) -> Iterator[NDArray[Any]]:
+        """Rows ``[kv_heads, stop - start, dim]`` to fill: the buffer itself on a CPU, else one host copy."""
+        rows = self._rows(layer, kind, start, stop)
+        host = rows.cpu()
+        yield _as_numpy(host)
+        if host is not rows:
+            rows.copy_(host)
+
+    def _rows(self, layer: int, kind: Kind, start: int, stop: int) -> torch.Tensor:
+        held = self._buffers.layers[layer]
+        buffer = held.keys if kind is Kind.K else held.values
+        return buffer[0, :, start - held.first : stop - held.first]
+
+
+class TransformersEngine:
+    """A causal LM of Hugging Face; see :class:`lynxkv.engine.base.Engine`.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        In its compute dtype and on its device, in eval mode.
+    tokenizer : PreTrainedTokenizer or None
+        Without one only token ids can be used.
+    kv_dtype : str
+        Element type of the KV handed over: the compute dtype, or a narrower one under float32 compute.
+
+    Raises
+    ------
+    UnsupportedModel
+        The model's cache is anything but K and V per layer, full or sliding; the message names it.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, kv_dtype: str = "bfloat16") -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.kv_dtype = kv_dtype
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        if kv_dtype not in DTYPES:
+            raise RequestError(f"kv dtype must be one of {', '.join(DTYPES)}; got {kv_dtype!r}")
+        if kv_dtype != self.dtype and self.dtype != "float32":
+            raise RequestError(
+                f"kv dtype {kv_dtype} does not fit compute dtype {self.dtype}: use the same, or compute in float32"
+            )
+        self._config = model.config.get_text_config(decoder=True)
+        accepted = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
+        self._keep_argument = "logits_to_keep" if "logits_to_keep" in accepted else None
+        windows = _windows(self._config)
+        self.layers = self._probe(windows)
+        self.context = int(getattr(self._config, "max_position_embeddings", 0) or 1 << 30)
+        self.eos = _eos(model)
+        self.fingerprint = self._fingerprint()
+
+    @classmethod
+    def load(
+        cls, name: str, *, dtype: str = "float32", kv_dtype: str = "bfloat16", device: str = "cpu"
+    ) -> "TransformersEngine":
+        """Load an alias, a local folder or a hub id.
+
+        Raises
+        ------
+        UnknownModel, UnsupportedModel
+            Nothing of that name can be loaded, or its cache is not K and V per layer.
+        """
+        if dtype not in DTYPES:
+            raise RequestError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
+        source = resolve(name)
+        local = Path(source).is_dir()
+        try:
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], local_files_only=local)
+        except (OSError, ValueError) as error:
+            raise UnknownModel(f"model {name!r} could not be loaded: {_first_line(error)}") from error
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
+        except (OSError, ValueError):
+            tokenizer = None  # a bare folder of weights: token ids still work, text is refused by name
+        return cls(model.to(device), tokenizer, kv_dtype=kv_dtype)
+
+    def shape(self, tokens: int) -> CacheShape:
+        """The KV handed over for ``tokens`` tokens: all of it, or a sliding layer's last ``window - 1``."""
+        return CacheShape(
+            self.kv_dtype,
+            tuple(
+                LayerShape(g.kv_heads, g.k_dim, g.v_dim, max(0, tokens - g.window + 1) if g.window else 0, tokens)
+                for g in self.layers
+            ),
+        )
+
+    def open(self, capacity: int, append: int) -> TransformersSession:
+        """An empty session; sliding layers hold ``window - 1 + append`` rows, the others ``capacity``."""
+        device, dtype = self.model.device, self.model.dtype
+        return TransformersSession(
+            self,
+            Buffers(
+                [
+                    Layer(
+                        g.kv_heads,
+                        g.k_dim,
+                        g.v_dim,
+                        g.window,
+                        min(capacity, g.window - 1 + append) if g.window else capacity,
+                        dtype,
+                        device,
+                    )
+                    for g in self.layers
+                ]
+            ),
+        )
+
+    def prefill(self, tokens: Sequence[int], chunk: int) -> Iterator[tuple[int, TransformersSession, Logits]]:
+        """Prefill ``tokens`` in chunks of ``chunk``; yields after each.
+
+        Raises
+        ------
+        PromptTooLong
+            More tokens than the model's context, or none.
+        """
+        if not 1 <= len(tokens) <= self.context:
+            raise PromptTooLong(
+                f"a prompt of 1..{self.context} tokens expected (the model's context), got {len(tokens)}"
+            )
+        vocab = self.model.get_input_embeddings().num_embeddings
+        if not (0 <= min(tokens) and max(tokens) < vocab):
+            raise RequestError(f"token ids must be 0..{vocab - 1}, got {min(tokens)}..{max(tokens)}")
+        session = self.open(len(tokens), chunk)
+        for start in range(0, len(tokens), chunk):
+            part = tokens[start : start + chunk]
+            yield start + len(part), session, self.run(session._buffers, part, 1)[0]
+
+    def run(self, buffers: Buffers, tokens: Sequence[int], keep: int) -> Logits:
+        """One forward pass over ``tokens`` after what ``buffers`` hold; logits of the last ``keep`` rows."""
+        ids = torch.tensor([list(tokens)], dtype=torch.long, device=self.model.device)
+        arguments: dict[str, Any] = {self._cache_argument: buffers, "use_cache": True}
+        if self._keep_argument:
+            arguments[self._keep_argument] = keep
+        with torch.inference_mode():
+            logits = self.model(input_ids=ids, **arguments).logits[0, -keep:]
+        result: Logits = logits.float().cpu().numpy()
+        return result
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text`` as it stands."""
+        return list(self._tokenizer()(text)["input_ids"])
+
+    def chat(self, prompt: str) -> list[int]:
+        """One user turn in the chat template, ready for the answer; plain text where there is no template."""
+        tokenizer = self._tokenizer()
+        if not getattr(tokenizer, "chat_template", None):
+            return self.encode(prompt)
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of ``tokens``, special tokens left out."""
+        return str(self._tokenizer().decode(list(tokens), skip_special_tokens=True))
+
+    def _tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise EngineError("this model has no tokenizer: give token ids, or add tokenizer.json to its folder")
+        return self.tokenizer
+
+    def _probe(self, windows: list[int]) -> tuple[LayerGeometry, ...]:
+        """Heads and widths as a forward pass of one token leaves them in the cache."""
+        cache = DynamicCache(config=self._config)
+        with torch.inference_mode():
+            self.model(
+                input_ids=torch.zeros((1, 1), dtype=torch.long, device=self.model.device),
+                **{self._cache_argument: cache, "use_cache": True},
+            )
+        geometry = []
+        for i, (layer, window) in enumerate(zip(cache.layers, windows, strict=True)):
+            if layer.keys is None or layer.keys.ndim != 4 or layer.keys.shape[:3] != layer.values.shape[:3]:
+                raise UnsupportedModel(
+                    f"layer {i} of {self._config.model_type} keeps no K and V of its own (shared or latent KV); "
+                    "lynxkv moves caches that are K and V per layer"
+                )
+            _, heads, _, k_dim = layer.keys.shape
+            geometry.append(LayerGeometry(heads, k_dim, layer.values.shape[3], window))
+        return tuple(geometry)
+
+    def _fingerprint(self) -> Fingerprint:
+        rope = getattr(self._config, "rope_parameters", None) or {
+            "rope_theta": getattr(self._config, "rope_theta", None)
+        }
+        return Fingerprint(
+            architecture=str(self._config.model_type),
+            layers=len(self.layers),
+            kv_heads=tuple(g.kv_heads for g in self.layers),
+            head_dims=tuple((g.k_dim, g.v_dim) for g in self.layers),
+            windows=tuple(g.window for g in self.layers),
+            dtype=self.kv_dtype,
+            rope=repr(sorted((str(k), repr(v)) for k, v in dict(rope).items())),
+            weights=weights_identity(self.model),
+            tokenizer=tokenizer_identity(self.tokenizer),
+        )
+
+
+def _windows(config: Any) -> list[int]:
+    """Each layer's window, from the cache transformers itself would build; refuses what is not K and V."""
+    kind = config.model_type
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedModel(f"{kind} uses multi-head latent attention (MLA), which is not supported yet")
+    allowed = {"full_attention", "sliding_attention"}
+    for i, name in enumerate(getattr(config, "layer_types", None) or []):
+        if name not in allowed:
+            raise UnsupportedModel(f"layer {i} of {kind} is {name!r}; only full and sliding attention is supported")
+    layers = DynamicCache(config=config).layers
+    windows = []
+    for i, layer in enumerate(layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            windows.append(int(layer.sliding_window))
+        elif type(layer) is DynamicLayer:
+            windows.append(0)
+        else:
+            raise UnsupportedModel(
+                f"layer {i} of {kind} keeps a {type(layer).__name__}, which is not K and V per layer"
+            )
+    if len(layers) != config.num_hidden_layers:
+        raise UnsupportedModel(f"{kind} has {config.num_hidden_layers} layers but caches {len(layers)}: shared KV")
+    return windows
+
+
+def _eos(model: Any) -> frozenset[int]:
+    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = model.config.eos_token_id if ids is None else ids
+    return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)
+
+
+def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
+    if tensor.dtype == torch.bfloat16:
+        return np.asarray(tensor.view(torch.uint16).numpy())
+    return np.asarray(tensor.numpy())
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
