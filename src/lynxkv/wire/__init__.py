@@ -1,0 +1,75 @@
+"""Manifest, control events and frames: bytes in, events out, no sockets and no tensors."""
+
+from lynxkv.wire.events import (
+    Acknowledge,
+    Admit,
+    Admitted,
+    AnyEvent,
+    Cancel,
+    Failed,
+    FirstToken,
+    Hello,
+    Pull,
+    Refused,
+    Reject,
+    Resend,
+    SegmentReady,
+    TierEnd,
+    decode_event,
+    encode_event,
+    error_of,
+    failed,
+)
+from lynxkv.wire.fingerprint import Fingerprint, compare
+from lynxkv.wire.frames import HEADER_BYTES, MAX_CONTROL, MAX_DATA, NO_TRANSFER, FrameKind, Header, pack_header
+from lynxkv.wire.handshake import HANDSHAKE_VERSION, VERSIONS, make_generation, negotiate, new_epoch
+from lynxkv.wire.landing import Landing
+from lynxkv.wire.manifest import Manifest, check_manifest, describe, token_digest
+from lynxkv.wire.reader import Frame, FrameReader
+from lynxkv.wire.writer import Out, SegmentWriter, control_frame, segment_digest
+
+__all__ = [
+    "HANDSHAKE_VERSION",
+    "HEADER_BYTES",
+    "MAX_CONTROL",
+    "MAX_DATA",
+    "NO_TRANSFER",
+    "VERSIONS",
+    "Acknowledge",
+    "Admit",
+    "Admitted",
+    "AnyEvent",
+    "Cancel",
+    "Failed",
+    "Fingerprint",
+    "FirstToken",
+    "Frame",
+    "FrameKind",
+    "FrameReader",
+    "Header",
+    "Hello",
+    "Landing",
+    "Manifest",
+    "Out",
+    "Pull",
+    "Refused",
+    "Reject",
+    "Resend",
+    "SegmentReady",
+    "SegmentWriter",
+    "TierEnd",
+    "check_manifest",
+    "compare",
+    "control_frame",
+    "decode_event",
+    "describe",
+    "encode_event",
+    "error_of",
+    "failed",
+    "make_generation",
+    "negotiate",
+    "new_epoch",
+    "pack_header",
+    "segment_digest",
+    "token_digest",
+]
