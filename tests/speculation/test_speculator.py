@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from lynxkv.errors import PeerLost, RequestError
 from lynxkv.speculation import (
     Answer,
-    Draw,
     Drafted,
+    Draw,
     Retracted,
     Sampler,
     SamplingParams,

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from lynxkv.codec import CacheShape, Kind
 from lynxkv.speculation.session import Logits, Session
-from lynxkv.wire import Fingerprint
+from lynxkv.wire.fingerprint import Fingerprint
 
 
 class KVSession(Session, Protocol):
@@ -48,6 +48,15 @@ class Engine(Protocol):
     @property
     def eos(self) -> frozenset[int]:
         """Token ids that end an answer."""
+        ...
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there is a tokenizer."""
+        ...
+
+    def check_prompt(self, tokens: Sequence[int], room: int = 0) -> None:
+        """Raise PromptTooLong or RequestError for a prompt that cannot be run with ``room`` more tokens."""
         ...
 
     def shape(self, tokens: int) -> CacheShape:

@@ -1,4 +1,4 @@
-"""The identity of a model's weights and tokenizer, for the fingerprint."""
+"""The identity of a model's weights, tokenizer and positions, for the fingerprint."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import torch
 import xxhash
 
 _SAMPLES = 512
+_READABLE = 500
 
 
 def weights_identity(model: torch.nn.Module) -> str:
@@ -34,3 +35,9 @@ def tokenizer_identity(tokenizer: Any) -> str:
         digest.update(f"{index}:{token}\n".encode())
     digest.update((getattr(tokenizer, "chat_template", None) or "").encode())
     return digest.hexdigest()
+
+
+def rope_identity(parameters: Any) -> str:
+    """RoPE parameters as ``name=value`` pairs; the long tables of some models as a digest."""
+    text = " ".join(f"{name}={value!r}" for name, value in sorted((parameters or {}).items()))
+    return text if len(text) <= _READABLE else f"xxh3:{xxhash.xxh3_128_hexdigest(text.encode())}"

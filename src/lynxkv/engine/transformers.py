@@ -16,11 +16,11 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from lynxkv.codec import CacheShape, Kind, LayerShape
 from lynxkv.engine.cache import Buffers, Layer
-from lynxkv.engine.identity import tokenizer_identity, weights_identity
+from lynxkv.engine.identity import rope_identity, tokenizer_identity, weights_identity
 from lynxkv.engine.models import resolve
 from lynxkv.errors import EngineError, PromptTooLong, RequestError, UnknownModel, UnsupportedModel
 from lynxkv.speculation.session import Logits
-from lynxkv.wire import Fingerprint
+from lynxkv.wire.fingerprint import Fingerprint
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -82,7 +82,8 @@ class TransformersSession:
     def _rows(self, layer: int, kind: Kind, start: int, stop: int) -> torch.Tensor:
         held = self._buffers.layers[layer]
         buffer = held.keys if kind is Kind.K else held.values
-        return buffer[0, :, start - held.first : stop - held.first]
+        at = max(0, start - held.first)
+        return buffer[0, :, at : at + stop - start]
 
 
 class TransformersEngine:
@@ -151,6 +152,11 @@ class TransformersEngine:
             tokenizer = None  # a bare folder of weights: token ids still work, text is refused by name
         return cls(model.to(device), tokenizer, kv_dtype=kv_dtype)
 
+    @property
+    def has_text(self) -> bool:
+        """Whether there is a tokenizer."""
+        return self.tokenizer is not None
+
     def shape(self, tokens: int) -> CacheShape:
         """The KV handed over for ``tokens`` tokens: all of it, or a sliding layer's last ``window - 1``."""
         return CacheShape(
@@ -182,25 +188,32 @@ class TransformersEngine:
             ),
         )
 
-    def prefill(self, tokens: Sequence[int], chunk: int) -> Iterator[tuple[int, TransformersSession, Logits]]:
-        """Prefill ``tokens`` in chunks of ``chunk``; yields after each.
+    def check_prompt(self, tokens: Sequence[int], room: int = 0) -> None:
+        """Refuse what cannot be run: a prompt that with ``room`` more tokens leaves the context, or foreign ids.
 
         Raises
         ------
-        PromptTooLong
-            More tokens than the model's context, or none.
+        PromptTooLong, RequestError
         """
-        if not 1 <= len(tokens) <= self.context:
+        if not tokens:
+            raise RequestError("a prompt of at least 1 token expected, got none")
+        if len(tokens) + room > self.context:
+            more = f" and {room} of answer" if room else ""
             raise PromptTooLong(
-                f"a prompt of 1..{self.context} tokens expected (the model's context), got {len(tokens)}"
+                f"this model's context is {self.context} tokens; got {len(tokens)} of prompt{more}: shorten either"
             )
         vocab = self.model.get_input_embeddings().num_embeddings
         if not (0 <= min(tokens) and max(tokens) < vocab):
             raise RequestError(f"token ids must be 0..{vocab - 1}, got {min(tokens)}..{max(tokens)}")
+
+    def prefill(self, tokens: Sequence[int], chunk: int) -> Iterator[tuple[int, TransformersSession, Logits]]:
+        """Prefill ``tokens`` in chunks of ``chunk``; yields after each. Errors as :meth:`check_prompt`."""
+        self.check_prompt(tokens)
         session = self.open(len(tokens), chunk)
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
-            yield start + len(part), session, self.run(session._buffers, part, 1)[0]
+            logits = self.run(session._buffers, part, 1)[0]
+            yield start + len(part), session, logits
 
     def run(self, buffers: Buffers, tokens: Sequence[int], keep: int) -> Logits:
         """One forward pass over ``tokens`` after what ``buffers`` hold; logits of the last ``keep`` rows."""
@@ -256,17 +269,14 @@ class TransformersEngine:
         return tuple(geometry)
 
     def _fingerprint(self) -> Fingerprint:
-        rope = getattr(self._config, "rope_parameters", None) or {
-            "rope_theta": getattr(self._config, "rope_theta", None)
-        }
         return Fingerprint(
             architecture=str(self._config.model_type),
             layers=len(self.layers),
             kv_heads=tuple(g.kv_heads for g in self.layers),
-            head_dims=tuple((g.k_dim, g.v_dim) for g in self.layers),
+            head_dims=tuple(dim for g in self.layers for dim in (g.k_dim, g.v_dim)),
             windows=tuple(g.window for g in self.layers),
             dtype=self.kv_dtype,
-            rope=repr(sorted((str(k), repr(v)) for k, v in dict(rope).items())),
+            rope=rope_identity(getattr(self._config, "rope_parameters", None)),
             weights=weights_identity(self.model),
             tokenizer=tokenizer_identity(self.tokenizer),
         )

@@ -1,0 +1,155 @@
+"""The receiving end of one transfer: what the link's loop lands, the decoding thread picks up."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lynxkv.codec import CacheShape, CodecSpec, Tier
+from lynxkv.errors import DeadlineExceeded, LynxError, ProtocolError
+from lynxkv.node.spans import CHUNK
+from lynxkv.wire import FirstToken, Manifest
+
+Buffer = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Something that happened to a transfer, at ``time.monotonic()`` seconds.
+
+    ``what`` is ``manifest`` (``size``: number of segments), ``first_token``, ``segment`` (with its tier and
+    bytes), ``anchor`` or ``target`` (all of it written into the session), ``lost`` or ``recomputed``.
+    """
+
+    at: float
+    what: str
+    tier: Tier | None = None
+    size: int = 0
+
+
+Observer = Callable[[Moment], None]
+
+
+class Arrivals:
+    """A sink for one transfer (see :class:`lynxkv.transport.Sink`).
+
+    Parameters
+    ----------
+    digest : bytes
+        Of the tokens asked for: another prompt's KV is refused.
+    shape, spec
+        What this node expects the manifest to say.
+    observe : callable
+        Called for every moment, on the loop's thread.
+    """
+
+    def __init__(self, digest: bytes, shape: CacheShape, spec: CodecSpec, observe: Observer) -> None:
+        self._digest, self._shape, self._spec = digest, shape, spec
+        self._observe = observe
+        self._changed = threading.Condition()
+        self._buffers: dict[int, Buffer] = {}
+        self._landed: deque[int] = deque()
+        self._first: FirstToken | None = None
+        self._manifest: Manifest | None = None
+        self._error: LynxError | None = None
+        self._over = False
+
+    # Called by the link, on its loop.
+
+    def manifest(self, manifest: Manifest) -> None:
+        """Refuse what is not the KV asked for."""
+        for what, ours, theirs in (
+            ("token digest", self._digest.hex(), manifest.digest.hex()),
+            ("cache shape", self._shape, manifest.shape),
+            ("codec spec", self._spec, manifest.spec),
+        ):
+            if ours != theirs:
+                raise ProtocolError(f"{what} differs from what was asked for: expected {ours}, got {theirs}")
+        with self._changed:
+            self._manifest = manifest
+            self._changed.notify_all()
+        self._observe(Moment(time.monotonic(), "manifest", size=len(manifest.segments)))
+
+    def buffer(self, segment: int, size: int) -> memoryview:
+        """Where a segment's bytes go, for good."""
+        buffer = np.empty(size, dtype=np.uint8)
+        with self._changed:
+            self._buffers[segment] = buffer
+        return memoryview(buffer)
+
+    def landed(self, segment: int) -> None:
+        """Every byte of ``segment`` is in and checked."""
+        with self._changed:
+            self._landed.append(segment)
+            manifest, size = self._manifest, self._buffers[segment].nbytes
+            self._changed.notify_all()
+        tier = manifest.segments[segment].tier if manifest else None
+        self._observe(Moment(time.monotonic(), "segment", tier, size))
+
+    def first_token(self, event: FirstToken) -> None:
+        """Token 1 came."""
+        with self._changed:
+            self._first = event
+            self._changed.notify_all()
+        self._observe(Moment(time.monotonic(), "first_token"))
+
+    def tier_end(self, tier: Tier) -> None:
+        """Nothing to do: segments are counted."""
+
+    def ended(self, error: LynxError | None) -> None:
+        """Nothing more will come."""
+        with self._changed:
+            self._error, self._over = error, True
+            self._changed.notify_all()
+
+    # Called by the decoding thread.
+
+    def wait_first(self, until: float) -> FirstToken:
+        """Token 1; the transfer's error if it ended before."""
+        with self._changed:
+            self._wait(lambda: self._first is not None, until, "token 1")
+            assert self._first is not None
+            return self._first
+
+    def take(self, until: float | None = None) -> list[tuple[int, Buffer]]:
+        """Segments that landed since the last call, now the caller's; with ``until``, waits for at least one."""
+        with self._changed:
+            if until is not None or (self._error is not None and not self._landed):
+                self._wait(lambda: bool(self._landed), until or 0.0, "a segment")
+            taken = [(segment, self._buffers.pop(segment)) for segment in self._landed]
+            self._landed.clear()
+            return taken
+
+    def current(self, until: float) -> Manifest:
+        """The manifest; the transfer's error if it ended before."""
+        with self._changed:
+            self._wait(lambda: self._manifest is not None, until, "the manifest")
+            assert self._manifest is not None
+            return self._manifest
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of the producer's prefill chunk, as its segments show."""
+        manifest = self._manifest
+        return max((s.span.stop - s.span.start for s in manifest.segments), default=CHUNK) if manifest else CHUNK
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes in buffers not yet taken."""
+        with self._changed:
+            return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def _wait(self, there: Callable[[], bool], until: float, what: str) -> None:
+        while not there():
+            if self._error is not None:
+                raise self._error
+            if self._over:
+                raise ProtocolError(f"the transfer ended without {what}")
+            left = until - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(f"{what} did not come before the request's deadline")
+            self._changed.wait(left)

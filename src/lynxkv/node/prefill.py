@@ -1,0 +1,223 @@
+"""The prefill node's conductor: admit, prefill, encode as it goes, hold the entry, serve it."""
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+from lynxkv.codec import CodecSpec, Segment, Span, Tier, plan
+from lynxkv.engine.base import Engine, KVSession
+from lynxkv.errors import CapacityExceeded, EngineError, LynxError, TransferRejected
+from lynxkv.node.admission import sampling_from_wire, tokens_from_bytes
+from lynxkv.node.entries import Entry, EntryStore, Listener, entry_key
+from lynxkv.node.spans import CHUNK, decode_span, encode_span
+from lynxkv.speculation import Logits, Sampler, SamplingParams
+from lynxkv.transport import Outgoing, Released, Server
+from lynxkv.wire import Admit, FirstToken, Hello, Manifest, token_digest
+
+log = logging.getLogger(__name__)
+
+RAW = CodecSpec(raw=True)
+
+
+class PrefillNode:
+    """Serves the KV of prompts.
+
+    Parameters
+    ----------
+    engine : Engine
+    chunk : int
+        Tokens of a prefill chunk and of a segment, a multiple of 64.
+    memory_bytes, ttl_s : int, float
+        Bound of all entries together, and how long one lives after its last use.
+    rate : float or None
+        Bytes a second of the link, all connections together.
+    lease_s : float
+        A transfer without progress ends after so long.
+    room_s : float
+        How long an admission may wait for memory.
+    max_queue : int
+        Prefills that may wait; one more is refused.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        chunk: int = CHUNK,
+        memory_bytes: int = 4 << 30,
+        ttl_s: float = 600.0,
+        rate: float | None = None,
+        lease_s: float = 30.0,
+        room_s: float = 30.0,
+        max_queue: int = 64,
+        name: str = "",
+    ) -> None:
+        self.engine = engine
+        self.store = EntryStore(memory_bytes, ttl_s)
+        self.server = Server(
+            Hello(role="prefill", name=name, fingerprint=engine.fingerprint), rate=rate, lease_s=lease_s
+        )
+        self.server.on_admit = self._admit
+        self._chunk = chunk
+        self._room_s = room_s
+        self._max_queue = max_queue
+        self._jobs: dict[bytes, Entry] = {}
+        self._held: dict[bytes, Outgoing] = {}
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="prefill")
+
+    async def start(self, host: str, port: int) -> tuple[str, int]:
+        """Listen; the address bound (port 0: any free one)."""
+        self._loop = asyncio.get_running_loop()
+        return await self.server.start(host, port)
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Finish running transfers within ``drain_s`` seconds, then end everything."""
+        if drain_s > 0:
+            await self.server.drain(drain_s)
+        self.server.close()
+        await self._loop.run_in_executor(None, lambda: self._worker.shutdown(cancel_futures=True))
+
+    async def _admit(self, admit: Admit, _: Hello) -> None:
+        tokens = tokens_from_bytes(admit.tokens)
+        self.engine.check_prompt(tokens)
+        params = sampling_from_wire(admit.sampling)
+        if admit.spec.overrides and admit.spec.overrides[-1].layer >= self.engine.fingerprint.layers:
+            raise TransferRejected(f"the codec spec names layer {admit.spec.overrides[-1].layer}, which does not exist")
+        entry, new = await self._entry(admit)
+        try:
+            outgoing = self._announce(admit, entry)
+        except LynxError:
+            self.store.release(entry)
+            if new:
+                entry.fail(TransferRejected("its admission was refused"))
+            raise
+        settled = asyncio.Event()
+        entry.listen(self._listener(outgoing, tokens, params, settled))
+        if new:
+            self._jobs[entry.key] = entry
+            self._worker.submit(self._fill, entry, tokens)
+        if admit.options.get("wait"):
+            await settled.wait()
+            if entry.error is not None:
+                raise entry.error
+
+    async def _entry(self, admit: Admit) -> tuple[Entry, bool]:
+        """The entry with one more reader, and whether it is a new one, to be filled."""
+        key = entry_key(self.engine.fingerprint, token_digest(admit.tokens), admit.spec)
+        held = self.store.get(key)
+        if held is not None:
+            return held, False
+        if len(self._jobs) >= self._max_queue:
+            raise CapacityExceeded(f"at most {self._max_queue} prefills may wait and as many do: retry later")
+        shape = self.engine.shape(len(admit.tokens) // 4)
+        entry = Entry(key, admit.tokens, shape, admit.spec, plan(shape, admit.spec, segment_tokens=self._chunk))
+        return await self._loop.run_in_executor(None, self.store.add, entry, self._room_s)
+
+    def _announce(self, admit: Admit, entry: Entry) -> Outgoing:
+        manifest = Manifest(
+            transfer=admit.transfer,
+            fingerprint=self.engine.fingerprint,
+            tokens=len(admit.tokens) // 4,
+            digest=token_digest(admit.tokens),
+            shape=entry.shape,
+            spec=entry.spec,
+            segments=entry.segments,
+            first_token=True,
+        )
+
+        def released(reason: Released, detail: str) -> None:
+            log.debug("transfer %s released: %s %s", admit.transfer.hex()[:12], reason, detail)
+            self._held.pop(admit.transfer, None)
+            self.store.release(entry)
+
+        outgoing = Outgoing(manifest, on_released=released)
+        self.server.announce(outgoing)
+        self._held[admit.transfer] = outgoing
+        return outgoing
+
+    def _listener(
+        self, outgoing: Outgoing, tokens: list[int], params: SamplingParams, settled: asyncio.Event
+    ) -> Listener:
+        loop = self._loop
+
+        def finished(logits: Logits) -> None:
+            try:
+                draw = Sampler(params, tokens, self.engine.eos).draw(logits, [])
+            except LynxError as error:
+                outgoing.fail(error)
+            else:
+                outgoing.first_token(
+                    FirstToken(
+                        token=draw.token, logprob=draw.logprob, top_logprobs=list(draw.top), seed=params.seed or 0
+                    )
+                )
+            loop.call_soon_threadsafe(settled.set)
+
+        def failed(error: LynxError) -> None:
+            outgoing.fail(error)
+            loop.call_soon_threadsafe(settled.set)
+
+        return Listener(lambda i, held: outgoing.put(i, held.data, digest=held.digest), finished, failed)
+
+    # What follows runs on the one prefill thread.
+
+    def _fill(self, entry: Entry, tokens: list[int]) -> None:
+        raw = self._raw_twin(entry)
+        try:
+            logits = self._encode_prefill(entry, tokens) if raw is None else self._encode_held(entry, raw)
+            entry.finish(logits)
+        except LynxError as error:
+            entry.fail(error)
+        except Exception as error:  # the thread's edge: whatever it was, everyone who waits is told
+            log.exception("prefill of %d tokens failed", len(tokens))
+            entry.fail(EngineError(f"the prefill node could not run this prompt: {type(error).__name__}: {error}"))
+        finally:
+            if raw is not None:
+                self.store.release(raw)
+            self._jobs.pop(entry.key, None)
+
+    def _raw_twin(self, entry: Entry) -> Entry | None:
+        """A complete raw entry of the same tokens: another spec can be encoded from it without a prefill."""
+        if entry.spec == RAW:
+            return None
+        raw = self.store.get(entry_key(self.engine.fingerprint, token_digest(entry.tokens), RAW))
+        if raw is not None and not raw.complete:
+            self.store.release(raw)
+            return None
+        return raw
+
+    def _encode_prefill(self, entry: Entry, tokens: list[int]) -> Logits:
+        spans = _spans(entry.segments)
+        for done, session, logits in self.engine.prefill(tokens, self._chunk):
+            self._go_on(entry)
+            while spans and spans[0].stop <= done:
+                self._encode(entry, session, spans.pop(0))
+        return logits
+
+    def _encode_held(self, entry: Entry, raw: Entry) -> Logits:
+        session = self.engine.open(raw.shape.stop, self._chunk)
+        session.place(raw.shape)
+        for i, segment in enumerate(raw.segments):
+            decode_span(session, raw.shape, raw.spec, segment.span, raw.buffer(i), None)
+        for span in _spans(entry.segments):
+            self._go_on(entry)
+            self._encode(entry, session, span)
+        if raw.logits is None:
+            raise AssertionError("a raw entry is complete or not used")
+        return raw.logits
+
+    def _go_on(self, entry: Entry) -> None:
+        """Stop work nobody waits for; keep the leases of those who wait for this thread."""
+        if not entry.readers:
+            raise TransferRejected("nobody waits for this prompt any more")
+        for outgoing in list(self._held.values()):
+            outgoing.renew()
+
+    def _encode(self, entry: Entry, session: KVSession, span: Span) -> None:
+        for tier, data in encode_span(session, entry.shape, entry.spec, span).items():
+            entry.put(entry.index[(tier, span)], data)
+
+
+def _spans(segments: tuple[Segment, ...]) -> list[Span]:
+    """Every span once, in sending order of the anchor."""
+    return [segment.span for segment in segments if segment.tier is Tier.ANCHOR]

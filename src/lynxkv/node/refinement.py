@@ -1,0 +1,159 @@
+"""From landed segments to KV in the session: anchor first, then refined in place up to the target."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lynxkv.codec import CacheShape, CodecSpec, Segment, Span, Tier, check
+from lynxkv.engine.base import KVSession
+from lynxkv.errors import CorruptData, LynxError, ProtocolError, TransferError
+from lynxkv.node.arrivals import Arrivals, Moment, Observer
+from lynxkv.node.spans import decode_span
+from lynxkv.speculation import Draw
+
+Buffer = NDArray[np.uint8]
+LOSS = (TransferError, CorruptData, ProtocolError)
+"""Errors after which the KV will not come."""
+
+Recover = Callable[[LynxError], Draw]
+
+
+class SpanWriter:
+    """Writes spans of one entry into a session; keeps an anchor's bytes until its residual came.
+
+    Parameters
+    ----------
+    session : KVSession
+        With the shape's rows placed.
+    segments : sequence of Segment
+        All that will come.
+    """
+
+    def __init__(self, session: KVSession, shape: CacheShape, spec: CodecSpec, segments: tuple[Segment, ...]) -> None:
+        self._session, self._shape, self._spec = session, shape, spec
+        self._segments = segments
+        self._missing = {tier: {s.span for s in segments if s.tier is tier} for tier in Tier}
+        self._waiting: dict[Span, dict[Tier, Buffer]] = {}
+
+    def done(self, tier: Tier) -> bool:
+        """Whether every row is written with all of ``tier``."""
+        return not self._missing[tier]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every segment is written."""
+        return not any(self._missing.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of segments kept for those still to come."""
+        return sum(buffer.nbytes for tiers in self._waiting.values() for buffer in tiers.values())
+
+    def put(self, index: int, buffer: Buffer) -> None:
+        """Write segment ``index`` as far as it can be; CorruptData names what is wrong with it."""
+        segment = self._segments[index]
+        span, tier = segment.span, segment.tier
+        if span not in self._missing[tier]:
+            raise ProtocolError(f"segment {index} came a second time")
+        check(self._shape, self._spec, segment, buffer)
+        self._missing[tier].discard(span)
+        tiers = self._waiting.setdefault(span, {})
+        tiers[tier] = buffer
+        anchor, residual = tiers.get(Tier.ANCHOR), tiers.get(Tier.RESIDUAL)
+        if anchor is None:
+            return
+        decode_span(self._session, self._shape, self._spec, span, anchor, residual)
+        if span not in self._missing[Tier.RESIDUAL]:
+            del self._waiting[span]
+
+
+class PulledRefinement:
+    """The speculator's refinement over a pulled transfer (see :class:`lynxkv.speculation.Refinement`).
+
+    Parameters
+    ----------
+    arrivals : Arrivals
+    session : KVSession
+        With the shape's rows placed.
+    until : float
+        ``time.monotonic()`` by which the KV has to be there.
+    recover : callable or None
+        Fills the session to the target by other means and gives token 1; ``None``: a loss is raised.
+    completed : callable
+        Called once when every byte of the target is written.
+    """
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        session: KVSession,
+        *,
+        until: float,
+        recover: Recover | None,
+        completed: Callable[[], None],
+        observe: Observer,
+    ) -> None:
+        self._arrivals, self._session = arrivals, session
+        self._until = until
+        self._recover, self._completed, self._observe = recover, completed, observe
+        self._writer: SpanWriter | None = None
+        self._recovered: Draw | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Compressed bytes held for this transfer."""
+        return self._arrivals.held_bytes + (self._writer.held_bytes if self._writer else 0)
+
+    def first(self) -> Draw:
+        """Token 1 of the prefill node."""
+        try:
+            event = self._arrivals.wait_first(self._until)
+        except LOSS as error:
+            return self._lost(error)
+        return Draw(event.token, event.logprob, tuple(event.top_logprobs))
+
+    def ready(self) -> None:
+        """Write segments as they land until the anchor is whole."""
+        try:
+            while self._recovered is None and not self._writing().done(Tier.ANCHOR):
+                self._write(block=True)
+        except LOSS as error:
+            self._lost(error)
+        self._observe(Moment(time.monotonic(), "anchor"))
+
+    def refine(self, block: bool) -> bool:
+        """Write what has landed; with ``block``, all of it. Whether the target is complete."""
+        try:
+            while self._recovered is None and not self._writing().complete:
+                if not self._write(block) and not block:
+                    return False
+        except LOSS as error:
+            self._lost(error)
+        return True
+
+    def _writing(self) -> SpanWriter:
+        if self._writer is None:
+            manifest = self._arrivals.current(self._until)
+            self._writer = SpanWriter(self._session, manifest.shape, manifest.spec, manifest.segments)
+        return self._writer
+
+    def _write(self, block: bool) -> bool:
+        """Whether anything was written."""
+        writer = self._writing()
+        taken = self._arrivals.take(self._until if block else None)
+        for index, buffer in taken:
+            writer.put(index, buffer)
+        if taken and writer.complete:
+            self._observe(Moment(time.monotonic(), "target"))
+            self._completed()
+        return bool(taken)
+
+    def _lost(self, error: LynxError) -> Draw:
+        if self._recover is None:
+            raise error
+        self._observe(Moment(time.monotonic(), "lost"))
+        self._recovered = self._recover(error)
+        self._observe(Moment(time.monotonic(), "recomputed"))
+        return self._recovered

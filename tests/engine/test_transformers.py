@@ -1,0 +1,179 @@
+import numpy as np
+import pytest
+import torch
+from transformers import DeepseekV3Config, LlamaConfig, MambaConfig
+
+from lynxkv.codec import Kind
+from lynxkv.engine import models as model_names
+from lynxkv.engine.transformers import TransformersEngine
+from lynxkv.errors import EngineError, PromptTooLong, RequestError, UnknownModel, UnsupportedModel
+from models import CONFIGS, VOCAB, dynamic_logits, engine, model, prompt
+
+
+def _chunks(tokens, sizes):
+    edges = np.cumsum([0, *sizes])
+    return [tokens[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_buffers_give_the_logits_of_the_growing_cache_bit_for_bit(name, dtype):
+    sizes = [128, 128, 20, 1, 1, 1, 7, 1, 1]
+    chunks = _chunks(prompt(sum(sizes)), sizes)
+    session = engine(name, dtype).open(sum(sizes), 128)
+    for chunk, expected in zip(chunks, dynamic_logits(name, chunks, getattr(torch, dtype)), strict=True):
+        np.testing.assert_array_equal(session.forward(chunk), expected)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_was_truncated_leaves_no_trace(name):
+    tokens = prompt(300)
+    eng = engine(name)
+    clean, cut = eng.open(400, 128), eng.open(400, 128)
+    for session in (clean, cut):
+        for chunk in _chunks(tokens, [128, 128, 44]):
+            session.forward(chunk)
+    for token in prompt(65, seed=9):
+        cut.forward([token])
+    cut.truncate(300)
+    assert cut.length == 300
+    np.testing.assert_array_equal(cut.forward([5, 6, 7]), clean.forward([5, 6, 7]))
+
+
+def test_sliding_layers_hold_a_window_and_a_chunk_and_no_more():
+    session = engine("sliding-mqa").open(1000, 65)
+    rows = [layer.capacity for layer in session._buffers.layers]
+    assert rows == [99 + 65, 1000, 99 + 65, 99 + 65]
+
+
+def test_kv_moves_to_another_session_and_decoding_goes_on_as_before():
+    eng = engine("sliding-mqa", kv_dtype="float32")
+    tokens = prompt(301)
+    source, target = eng.open(400, 128), eng.open(400, 65)
+    for chunk in _chunks(tokens, [128, 128, 44]):
+        source.forward(chunk)
+    shape = eng.shape(300)
+    target.place(shape)
+    for i, layer in enumerate(shape.layers):
+        for kind in Kind:
+            with target.writing(i, kind, layer.start, layer.stop) as rows:
+                rows[:] = source.read(i, kind, layer.start, layer.stop)
+    np.testing.assert_array_equal(target.forward(tokens[300:]), source.forward(tokens[300:]))
+
+
+def test_prompt_kv_keeps_its_address_while_tokens_are_appended():
+    session = engine("sliding-mqa").open(400, 65)
+    session.place(engine("sliding-mqa").shape(300))
+    before = [layer.keys.data_ptr() for layer in session._buffers.layers]
+    with session.writing(0, Kind.K, 201, 300) as rows:
+        rows[:] = 1.0
+    session.forward([3] * 65)
+    assert [layer.keys.data_ptr() for layer in session._buffers.layers] == before
+    assert np.all(session.read(0, Kind.K, 201, 300) == 0x3F80)
+
+
+def test_prefill_chunks_and_one_pass_give_the_same_kv_to_rounding():
+    eng = engine("gqa-64")
+    tokens = prompt(200)
+    *_, (done, chunked, _) = eng.prefill(tokens, 64)
+    *_, (_, whole, _) = eng.prefill(tokens, 200)
+    assert done == 200
+    a, b = (s.read(2, Kind.V, 0, 200).astype(np.uint32) << 16 for s in (chunked, whole))
+    np.testing.assert_allclose(a.view(np.float32), b.view(np.float32), rtol=0.02, atol=0.02)
+
+
+def test_handed_over_kv_is_the_compute_value_rounded_once():
+    eng = engine("gqa-64")
+    *_, (_, session, _) = eng.prefill(prompt(70), 64)
+    kept = session._buffers.layers[1].keys[0, :, :70]
+    expected = kept.to(torch.bfloat16).view(torch.uint16).numpy()
+    np.testing.assert_array_equal(session.read(1, Kind.K, 0, 70), expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        (lambda: MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4), "mamba"),
+        (
+            lambda: DeepseekV3Config(
+                vocab_size=32,
+                hidden_size=32,
+                intermediate_size=32,
+                moe_intermediate_size=16,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                n_routed_experts=2,
+                num_experts_per_tok=1,
+                n_group=1,
+                topk_group=1,
+                q_lora_rank=8,
+                kv_lora_rank=8,
+                qk_rope_head_dim=8,
+                qk_nope_head_dim=8,
+                v_head_dim=8,
+            ),
+            "MLA",
+        ),
+    ],
+)
+def test_models_whose_cache_is_not_k_and_v_are_refused_by_name(config, word, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=word):
+        TransformersEngine.load(str(tmp_path))
+
+
+def test_a_saved_folder_loads_and_text_without_a_tokenizer_is_refused(tmp_path):
+    model("gqa-64").save_pretrained(tmp_path)
+    loaded = TransformersEngine.load(str(tmp_path))
+    assert loaded.fingerprint == engine("gqa-64").fingerprint
+    with pytest.raises(EngineError, match="no tokenizer"):
+        loaded.encode("text")
+
+
+def test_an_empty_or_broken_folder_is_an_unknown_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UnknownModel):
+        TransformersEngine.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["nonsense", "a/b/c", "./missing/folder", ""])
+def test_an_unknown_alias_names_the_known_ones(name):
+    with pytest.raises(UnknownModel, match="smollm2-135m"):
+        model_names.resolve(name)
+
+
+def test_an_alias_whose_package_is_missing_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setenv("LYNXKV_CACHE", str(tmp_path))
+    monkeypatch.setitem(model_names.ALIASES, "gone", model_names.Packaged(("no_such_pkg",), "*", "pip install x"))
+    with pytest.raises(UnknownModel, match="pip install x"):
+        model_names.resolve("gone")
+
+
+def test_prompts_beyond_the_context_and_tokens_beyond_the_vocabulary_are_refused():
+    eng = engine("gqa-64")
+    with pytest.raises(PromptTooLong, match=r"2048.*2049"):
+        next(eng.prefill([1] * 2049, 64))
+    with pytest.raises(PromptTooLong, match=r"2048.*2000 of prompt and 49"):
+        eng.check_prompt([1] * 2000, 49)
+    with pytest.raises(RequestError, match="got none"):
+        next(eng.prefill([], 64))
+    with pytest.raises(RequestError, match=str(VOCAB)):
+        next(eng.prefill([VOCAB], 64))
+
+
+def test_fingerprints_differ_when_weights_or_kv_dtype_differ_and_not_with_compute_dtype():
+    ours = engine("gqa-64").fingerprint
+    assert ours.weights != engine("gqa-64", seed=1).fingerprint.weights
+    assert ours.dtype != engine("gqa-64", kv_dtype="float32").fingerprint.dtype
+    rope = LlamaConfig(rope_theta=5.0).rope_parameters
+    assert ours.rope != str(rope)
+
+
+def test_compute_and_kv_dtypes_that_do_not_fit_are_refused():
+    with pytest.raises(RequestError, match="float16"):
+        TransformersEngine(model("gqa-64", torch.bfloat16), None, kv_dtype="float16")
+    with pytest.raises(RequestError, match="int4"):
+        TransformersEngine(model("gqa-64"), None, kv_dtype="int4")

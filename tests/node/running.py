@@ -1,0 +1,70 @@
+"""A prefill node on a loop of its own thread, for tests that decode on theirs."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvloop
+
+from lynxkv.node.prefill import PrefillNode
+
+
+class Running:
+    """A started prefill node."""
+
+    def __init__(self, node: PrefillNode, loop: asyncio.AbstractEventLoop, address: tuple[str, int]) -> None:
+        self.node, self.loop, self.address = node, loop, address
+
+    def call(self, function, *args):
+        """Run ``function`` on the node's loop and return what it returns."""
+
+        async def run():
+            return function(*args)
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(30)
+
+    def idle(self) -> bool:
+        """Wait until nothing is held; False after 10 s."""
+
+        async def wait():
+            async with asyncio.timeout(10):
+                while True:
+                    counters = self.node.server.counters()
+                    held = self.node.store.check_integrity()
+                    if not (counters.leases or counters.parked or counters.admitting or held.readers):
+                        self.node.server.check_integrity()
+                        return True
+                    await asyncio.sleep(0.005)
+
+        try:
+            return asyncio.run_coroutine_threadsafe(wait(), self.loop).result(20)
+        except TimeoutError:
+            return False
+
+
+@contextmanager
+def prefill_node(engine, **options) -> Iterator[Running]:
+    """Start a node on a free port of the loopback; stop it afterwards."""
+    loop = uvloop.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    node = PrefillNode(engine, **options)
+    address = asyncio.run_coroutine_threadsafe(node.start("127.0.0.1", 0), loop).result(10)
+    try:
+        yield Running(node, loop, address)
+    finally:
+        asyncio.run_coroutine_threadsafe(node.stop(), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def finish(generation):
+    """Run a generation to its end; (events, outcome)."""
+    events = []
+    while True:
+        try:
+            events.append(next(generation))
+        except StopIteration as stop:
+            return events, stop.value
