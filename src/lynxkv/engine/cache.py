@@ -49,11 +49,11 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         """Nothing to do: the buffers exist."""
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append rows ``[1, kv_heads, n, dim]``; returns the rows attention may see."""
         n = key_states.shape[2]
-        visible, _ = self.get_mask_sizes(n)
+        visible = self.get_mask_sizes(n)[0]
         self._make_room(n)
         at = self.length - self.first
         self.keys[:, :, at : at + n] = key_states

@@ -7,14 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lynxkv.codec import CacheShape, CodecSpec, Tier
 from lynxkv.errors import DeadlineExceeded, LynxError, ProtocolError
-from lynxkv.node.spans import CHUNK
+from lynxkv.node.spans import CHUNK, Buffer
 from lynxkv.wire import FirstToken, Manifest
-
-Buffer = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ class Arrivals:
         buffer = np.empty(size, dtype=np.uint8)
         with self._changed:
             self._buffers[segment] = buffer
-        return memoryview(buffer)
+        return buffer.data
 
     def landed(self, segment: int) -> None:
         """Every byte of ``segment`` is in and checked."""

@@ -19,7 +19,7 @@ from lynxkv.errors import DeadlineExceeded, LynxError, PeerLost, RequestError
 from lynxkv.node.admission import sampling_to_wire, tokens_to_bytes
 from lynxkv.node.arrivals import Arrivals, Observer
 from lynxkv.node.refinement import PulledRefinement, SpanWriter
-from lynxkv.node.spans import encode_span
+from lynxkv.node.spans import encode_prefill, warm
 from lynxkv.speculation import CAP, Answer, Draw, Event, Logits, Sampler, SamplingParams, Speculator, Verify, Window
 from lynxkv.transport import Incoming, Link, connect
 from lynxkv.wire import Admit, Hello, Pull, token_digest
@@ -51,8 +51,8 @@ class Request:
     """
 
     tokens: tuple[int, ...]
-    params: SamplingParams = SamplingParams()
-    spec: CodecSpec = CodecSpec()
+    params: SamplingParams = field(default_factory=SamplingParams)
+    spec: CodecSpec = field(default_factory=CodecSpec)
     verify: Verify = "batched"
     cap: int = CAP
     on_loss: OnLoss = "fail"
@@ -69,7 +69,8 @@ class Request:
 class Outcome:
     """What is known of an answer once it is finished.
 
-    ``bytes`` are payload bytes received by tier; ``wire_bytes`` all bytes of the link meanwhile, headers and events included.
+    ``bytes`` are payload bytes received by tier; ``wire_bytes`` all that the link received meanwhile, headers and
+    events included.
     """
 
     tokens: list[int]
@@ -135,6 +136,11 @@ class DecodeNode:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def warm(self, specs: Sequence[CodecSpec]) -> None:
+        """Compile the codec's kernels for ``specs``, so that no request waits for it."""
+        for spec in specs:
+            warm(self.engine, spec)
 
     def prepare(self, peer: tuple[str, int], tokens: Sequence[int], spec: CodecSpec, *, deadline_s: float) -> None:
         """Have ``peer`` prefill and encode ``tokens`` and keep the entry; returns when it is there."""
@@ -223,15 +229,14 @@ class DecodeNode:
     ) -> Logits:
         """Prefill here as the peer would, through the codec, so that the answer is the same."""
         segments = plan(shape, spec, segment_tokens=chunk)
-        index = {(segment.tier, segment.span): i for i, segment in enumerate(segments)}
-        spans = [segment.span for segment in segments if segment.tier is Tier.ANCHOR]
         writer = SpanWriter(session, shape, spec, segments)
-        for done, source, logits in self.engine.prefill(tokens, chunk):
-            while spans and spans[0].stop <= done:
-                span = spans.pop(0)
-                for tier, data in encode_span(source, shape, spec, span).items():
-                    writer.put(index[(tier, span)], data)
-        return logits
+        prefill = encode_prefill(self.engine, tokens, chunk, shape, spec, segments)
+        while True:
+            try:
+                writer.put(*next(prefill))
+            except StopIteration as end:
+                logits: Logits = end.value
+                return logits
 
     async def _pull(self, peer: tuple[str, int], admit: Admit, arrivals: Arrivals, run: _Run, request: Request) -> None:
         link = run.link = await self._link(peer)

@@ -8,16 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from lynxkv.codec import CacheShape, CodecSpec, Segment, segment_bounds
 from lynxkv.errors import CapacityExceeded, DeadlineExceeded, LynxError
+from lynxkv.node.spans import Buffer
 from lynxkv.speculation import Logits
 from lynxkv.wire.fingerprint import Fingerprint
 from lynxkv.wire.writer import segment_digest
-
-Buffer = NDArray[np.uint8]
 
 
 def entry_key(fingerprint: Fingerprint, token_digest: bytes, spec: CodecSpec) -> bytes:
@@ -61,7 +58,6 @@ class Entry:
         self.shape = shape
         self.spec = spec
         self.segments = segments
-        self.index = {(segment.tier, segment.span): i for i, segment in enumerate(segments)}
         self.reserved = sum(segment_bounds(shape, spec, segment)[0] for segment in segments)
         self.readers = 0
         self.used = time.monotonic()
@@ -96,7 +92,7 @@ class Entry:
 
     def put(self, index: int, buffer: Buffer) -> None:
         """Segment ``index`` is encoded."""
-        encoded = Encoded(buffer, segment_digest(memoryview(buffer)))
+        encoded = Encoded(buffer, segment_digest(buffer.data))
         with self._lock:
             self._buffers[index] = encoded
             for listener in self._listeners:

@@ -4,12 +4,12 @@ import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
-from lynxkv.codec import CodecSpec, Segment, Span, Tier, plan
-from lynxkv.engine.base import Engine, KVSession
+from lynxkv.codec import CodecSpec, plan
+from lynxkv.engine.base import Engine
 from lynxkv.errors import CapacityExceeded, EngineError, LynxError, TransferRejected
 from lynxkv.node.admission import sampling_from_wire, tokens_from_bytes
 from lynxkv.node.entries import Entry, EntryStore, Listener, entry_key
-from lynxkv.node.spans import CHUNK, decode_span, encode_span
+from lynxkv.node.spans import CHUNK, Buffer, decode_span, encode_prefill, encode_session, warm
 from lynxkv.speculation import Logits, Sampler, SamplingParams
 from lynxkv.transport import Outgoing, Released, Server
 from lynxkv.wire import Admit, FirstToken, Hello, Manifest, token_digest
@@ -68,6 +68,7 @@ class PrefillNode:
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Listen; the address bound (port 0: any free one)."""
         self._loop = asyncio.get_running_loop()
+        await self._loop.run_in_executor(self._worker, warm, self.engine, CodecSpec())
         return await self.server.start(host, port)
 
     async def stop(self, drain_s: float = 0.0) -> None:
@@ -157,7 +158,7 @@ class PrefillNode:
             outgoing.fail(error)
             loop.call_soon_threadsafe(settled.set)
 
-        return Listener(lambda i, held: outgoing.put(i, held.data, digest=held.digest), finished, failed)
+        return Listener(lambda i, held: outgoing.put(i, held.data.data, digest=held.digest), finished, failed)
 
     # What follows runs on the one prefill thread.
 
@@ -187,37 +188,29 @@ class PrefillNode:
         return raw
 
     def _encode_prefill(self, entry: Entry, tokens: list[int]) -> Logits:
-        spans = _spans(entry.segments)
-        for done, session, logits in self.engine.prefill(tokens, self._chunk):
-            self._go_on(entry)
-            while spans and spans[0].stop <= done:
-                self._encode(entry, session, spans.pop(0))
-        return logits
+        work = encode_prefill(self.engine, tokens, self._chunk, entry.shape, entry.spec, entry.segments)
+        while True:
+            try:
+                self._put(entry, *next(work))
+            except StopIteration as end:
+                logits: Logits = end.value
+                return logits
 
     def _encode_held(self, entry: Entry, raw: Entry) -> Logits:
         session = self.engine.open(raw.shape.stop, self._chunk)
         session.place(raw.shape)
         for i, segment in enumerate(raw.segments):
             decode_span(session, raw.shape, raw.spec, segment.span, raw.buffer(i), None)
-        for span in _spans(entry.segments):
-            self._go_on(entry)
-            self._encode(entry, session, span)
+        for index, data in encode_session(session, entry.shape, entry.spec, entry.segments):
+            self._put(entry, index, data)
         if raw.logits is None:
             raise AssertionError("a raw entry is complete or not used")
         return raw.logits
 
-    def _go_on(self, entry: Entry) -> None:
+    def _put(self, entry: Entry, index: int, data: Buffer) -> None:
         """Stop work nobody waits for; keep the leases of those who wait for this thread."""
         if not entry.readers:
             raise TransferRejected("nobody waits for this prompt any more")
         for outgoing in list(self._held.values()):
             outgoing.renew()
-
-    def _encode(self, entry: Entry, session: KVSession, span: Span) -> None:
-        for tier, data in encode_span(session, entry.shape, entry.spec, span).items():
-            entry.put(entry.index[(tier, span)], data)
-
-
-def _spans(segments: tuple[Segment, ...]) -> list[Span]:
-    """Every span once, in sending order of the anchor."""
-    return [segment.span for segment in segments if segment.tier is Tier.ANCHOR]
+        entry.put(index, data)

@@ -3,17 +3,13 @@
 import time
 from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lynxkv.codec import CacheShape, CodecSpec, Segment, Span, Tier, check
 from lynxkv.engine.base import KVSession
 from lynxkv.errors import CorruptData, LynxError, ProtocolError, TransferError
 from lynxkv.node.arrivals import Arrivals, Moment, Observer
-from lynxkv.node.spans import decode_span
+from lynxkv.node.spans import Buffer, decode_span
 from lynxkv.speculation import Draw
 
-Buffer = NDArray[np.uint8]
 LOSS = (TransferError, CorruptData, ProtocolError)
 """Errors after which the KV will not come."""
 

@@ -1,13 +1,15 @@
 """Between a session's KV rows and the codec's bytes, a span at a time."""
 
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lynxkv.codec import CacheShape, CodecSpec, Span, Tier, decode, encode
-from lynxkv.engine.base import KVSession
+from lynxkv.codec import BLOCK, CacheShape, CodecSpec, Segment, Span, Tier, decode, encode, plan
+from lynxkv.engine.base import Engine, KVSession
+from lynxkv.speculation import Logits
 
 Buffer = NDArray[np.uint8]
 
@@ -34,3 +36,55 @@ def decode_span(
             rows = span.rows(shape, spec, layer)
             out.append(stack.enter_context(session.writing(layer, span.kind, rows.start, rows.stop)))
         decode(shape, spec, span, anchor, residual, out)
+
+
+def encode_session(
+    session: KVSession, shape: CacheShape, spec: CodecSpec, segments: Sequence[Segment]
+) -> Iterator[tuple[int, Buffer]]:
+    """Every segment's number and bytes, from a session that holds all rows."""
+    index = _numbers(segments)
+    for span in _anchor_spans(segments):
+        for tier, data in encode_span(session, shape, spec, span).items():
+            yield index[(tier, span)], data
+
+
+def encode_prefill(
+    engine: Engine, tokens: Sequence[int], chunk: int, shape: CacheShape, spec: CodecSpec, segments: Sequence[Segment]
+) -> Generator[tuple[int, Buffer], None, Logits]:
+    """Every segment's number and bytes as soon as prefill has its rows; returns the logits of token 1."""
+    index = _numbers(segments)
+    spans = _anchor_spans(segments)
+    last: Logits | None = None
+    for done, session, logits in engine.prefill(tokens, chunk):
+        last = logits
+        while spans and spans[0].stop <= done:
+            span = spans.pop(0)
+            for tier, data in encode_span(session, shape, spec, span).items():
+                yield index[(tier, span)], data
+    if last is None:
+        raise AssertionError("a prompt has at least one token")
+    return last
+
+
+def warm(engine: Engine, spec: CodecSpec) -> None:
+    """Encode and decode a small cache of zeros, which compiles the codec's kernels for this model and spec."""
+    tokens = 3 * BLOCK
+    shape = engine.shape(tokens)
+    session = engine.open(tokens, 1)
+    session.place(shape)
+    segments = plan(shape, spec)
+    tiers: dict[Span, dict[Tier, Buffer]] = {}
+    for index, data in encode_session(session, shape, spec, segments):
+        tiers.setdefault(segments[index].span, {})[segments[index].tier] = data
+    for span, held in tiers.items():
+        for residual in (None, held.get(Tier.RESIDUAL)):
+            decode_span(session, shape, spec, span, held[Tier.ANCHOR], residual)
+
+
+def _anchor_spans(segments: Sequence[Segment]) -> list[Span]:
+    """Every span once, in sending order of the anchor."""
+    return [segment.span for segment in segments if segment.tier is Tier.ANCHOR]
+
+
+def _numbers(segments: Sequence[Segment]) -> dict[tuple[Tier, Span], int]:
+    return {(segment.tier, segment.span): i for i, segment in enumerate(segments)}

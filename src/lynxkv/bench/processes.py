@@ -1,0 +1,62 @@
+"""A prefill node in a process of its own, which cannot outlive the one that started it."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from lynxkv.errors import EngineError
+
+READY = "listening on "
+
+
+@contextmanager
+def child(arguments: Sequence[str], *, grace_s: float = 20.0) -> Iterator[subprocess.Popen[str]]:
+    """Run ``python ARGUMENTS`` with pipes; it is to end when its standard input closes, and is killed if not.
+
+    A session of its own keeps the terminal's interrupt from it: whoever started it decides when it ends.
+    """
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield process
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+@contextmanager
+def prefill_process(
+    *, model: str, dtype: str = "float32", kv_dtype: str = "bfloat16", link: str | None = None
+) -> Iterator[tuple[str, int]]:
+    """Start ``lynxkv prefill`` on a free port of the loopback; its address once it listens.
+
+    Raises
+    ------
+    EngineError
+        It ended before it listened; its own message went to standard error.
+    """
+    arguments = ["-m", "lynxkv.cli.main", "prefill", "--until-stdin-closes", "--port", "0"]
+    arguments += ["--model", model, "--dtype", dtype, "--kv-dtype", kv_dtype]
+    if link is not None:
+        arguments += ["--link", link]
+    with child(arguments) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline().strip()
+        if READY not in line:
+            raise EngineError("the prefill process ended before it listened; its own message is above")
+        host, _, port = line.partition(READY)[2].rpartition(":")
+        yield host, int(port)
