@@ -147,6 +147,8 @@ def _decode_blocks(run: Run, anchor: NDArray[np.uint8], residual: NDArray[np.uin
     if residual is not None:
         fine = unpack(residual.reshape(run.blocks, -1), run.bits.residual, run.dim).astype(np.int32)
         k = k + fine - (1 << (run.bits.residual - 1))
+    # No encoder writes codes that give less than 0 steps; if they come, they wrap as in a byte or a word.
+    k &= 0xFF if run.bits.anchor + run.bits.residual <= 8 else 0xFFFF
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         step = (high - low) / np.float32(steps)
         decoded = _spread(run, low) + k.astype(np.float32) * _spread(run, step)

@@ -1,0 +1,130 @@
+"""Decoding in Numba: the values of `lynxkv.codec.reference`, a block at a time."""
+
+from typing import Any
+
+import numpy as np
+
+from lynxkv.codec.numba_decode_rows import (
+    copy_row,
+    dequantize_k,
+    dequantize_v,
+    join,
+    prepare,
+    unpack_nibbles,
+    unpack_planes,
+)
+from lynxkv.codec.numba_rows import LANES, kernel
+
+
+@kernel
+def decode_heads(
+    out: Any,
+    origin: int,
+    head_stride: int,
+    stride: int,
+    dim: int,
+    per_channel: bool,
+    rows: Any,
+    bits: Any,
+    cells: Any,
+    patterns: Any,
+    anchor: Any,
+    size: int,
+    residual: Any,
+    fine_size: int,
+    groups: int,
+    flag: int,
+    skip: int,
+    k: Any,
+    flagged: Any,
+) -> None:
+    """Decode all heads of a layer.
+
+    Parameters
+    ----------
+    out : flat array
+        Row ``t`` of head ``h`` starts at ``origin + h * head_stride + t * stride``.
+    rows, bits : tuple
+        As in `lynxkv.codec.numba_encode.encode_heads`.
+    cells, patterns, anchor : flat arrays
+        The layer's anchor runs, of ``size`` bytes each, as elements, as their bit patterns and as bytes.
+    fine_size : int
+        Bytes of a residual run; 0 decodes at the anchor's precision.
+    skip : int
+        Rows before it are left alone.
+    k : uint8 or uint16 ndarray [8 * dim]
+        Scratch; uint16 if anchor and residual have more than 8 bits together.
+    flagged : int64 ndarray [heads]
+        Gets each head's number of flagged elements.
+    """
+    head, sinks, blocks, tail = rows
+    a, r, steps, half = bits
+    itemsize = cells.itemsize
+    low, step, high = np.empty(groups, np.float32), np.empty(groups, np.float32), np.empty(groups, np.float32)
+    coarse, fine = np.empty(8 * dim, np.uint8), np.empty(8 * dim, np.uint8)
+    for i in range(8 * dim):
+        fine[i] = half
+    status = np.zeros(LANES, np.int32)
+    for h in range(len(flagged)):
+        own = origin + h * head_stride
+        raw = h * size // itemsize
+        after = head + 64 * blocks
+        for t in range(skip, head + sinks):
+            copy_row(cells, raw + t * dim, dim, out, own + t * stride)
+        for t in range(max(skip - after, 0), tail):
+            copy_row(cells, raw + (head + sinks + t) * dim, dim, out, own + (after + t) * stride)
+        at = h * size + (head + sinks + tail) * dim * itemsize
+        fine_at = h * fine_size
+        for block in range(blocks):
+            row = head + 64 * block
+            void = sinks if block == 0 else 0
+            prepare(cells, at // itemsize, groups, steps, low, step, high, status)
+            if status.max() > 0:
+                status[:] = 0
+                flagged[h] += flagged_elements(patterns, at // itemsize, groups, dim, per_channel, void, flag)
+            at += 2 * groups * itemsize
+            begin = max(skip - row, void)
+            for octet in range(begin // 8, 8):
+                unpack_octet(anchor, at, a, dim, octet, coarse)
+                if fine_size:
+                    unpack_octet(residual, fine_at, r, dim, octet, fine)
+                join(k, 8 * dim, r, half, coarse, fine)
+                to = own + (row + 8 * octet) * stride
+                first = max(begin - 8 * octet, 0)
+                if per_channel:
+                    dequantize_k(k, first, dim, steps, low, step, high, cells, out, to, stride)
+                else:
+                    g = octet * groups // 8
+                    dequantize_v(k, first, dim, steps, low, step, high, cells, out, to, stride, g)
+            at += 8 * dim * a
+            fine_at += 8 * dim * r
+
+
+@kernel
+def unpack_octet(data: Any, at: int, width: int, dim: int, octet: int, codes: Any) -> None:
+    """The inverse of `lynxkv.codec.numba_encode.pack_octet`."""
+    if width == 4:
+        unpack_nibbles(data, at + 4 * dim * octet, dim, codes)
+    elif width == 8:
+        start = at + 8 * dim * octet
+        for i in range(8 * dim):
+            codes[i] = data[start + i]
+    else:
+        for i in range(8 * dim):
+            codes[i] = 0
+        unpack_planes(data, at + dim * octet, width, dim, codes)
+
+
+@kernel
+def flagged_elements(cells: Any, at: int, groups: int, dim: int, per_channel: bool, sinks: int, flag: int) -> int:
+    """Elements of the flagged groups of a block whose metadata is at ``at``."""
+    count = 0
+    per_token = (dim + 63) // 64
+    for g in range(groups):
+        if cells[at + g] != flag:
+            continue
+        if per_channel:
+            count += 64 - sinks
+        elif g // per_token >= sinks:
+            count += min(64, dim - g % per_token * 64)
+    return count

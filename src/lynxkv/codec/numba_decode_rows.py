@@ -1,0 +1,183 @@
+"""The steps of decoding a block, as Numba intrinsics on rows of flat arrays."""
+# ruff: noqa: ARG001 - Numba binds the arguments of an intrinsic by name; its typing function need not use them.
+
+from typing import Any
+
+from llvmlite import ir
+from numba.extending import intrinsic
+
+from lynxkv.codec.cells import FLAG
+from lynxkv.codec.numba_lanes import F32, I8, I32, constant, dequantized, narrow, shaped, widen
+from lynxkv.codec.numba_rows import CODE_LANES, FLAGGED, INDEX, LANES, Rows, cache_dtype, intrinsic_of
+
+
+@intrinsic
+def copy_row(_: Any, cells: Any, at: Any, dim: Any, out: Any, to: Any) -> Any:
+    """Copy a row, widened if ``out`` is float32 and the cache is not."""
+
+    def build(rows: Rows) -> None:
+        at, dim, to = rows.values[1], rows.values[2], rows.values[4]
+        rows.strips(
+            dim, LANES, lambda c, lanes: _emit(rows, rows.load(0, rows.plus(at, c), lanes), cells, out, 3, rows.plus(to, c))
+        )
+
+    return intrinsic_of(build, cells, INDEX, INDEX, out, INDEX)
+
+
+@intrinsic
+def prepare(
+    _: Any, cells: Any, at: Any, groups: Any, steps: Any, low: Any, step: Any, high: Any, status: Any
+) -> Any:
+    """Min, step and max of a block's groups; FLAGGED joins the lanes of ``status`` if one is."""
+    dtype = cache_dtype(cells)
+
+    def build(rows: Rows) -> None:
+        b = rows.b
+        at, groups = rows.values[1], rows.values[2]
+
+        def strip(g: Any, lanes: int) -> None:
+            low, high = rows.load(0, rows.plus(at, g), lanes), rows.load(0, rows.plus(at, groups, g), lanes)
+            lowest, highest = widen(b, low, dtype), widen(b, high, dtype)
+            whole = shaped(low.type, I32)
+            rows.store(lowest, 4, g)
+            rows.store(highest, 6, g)
+            rows.store(b.fdiv(b.fsub(highest, lowest), b.sitofp(rows.number(3, whole), lowest.type)), 5, g)
+            flagged = b.icmp_signed("==", low, constant(low.type, FLAG[dtype]))
+            seen = b.select(flagged, constant(whole, FLAGGED), constant(whole, 0))
+            rows.store(b.or_(seen, rows.load(7, rows.plus(0), lanes)), 7, rows.plus(0))
+
+        rows.strips(groups, LANES, strip)
+
+    return intrinsic_of(build, cells, INDEX, INDEX, INDEX, low, step, high, status)
+
+
+@intrinsic
+def unpack_nibbles(_: Any, data: Any, at: Any, dim: Any, codes: Any) -> Any:
+    """The inverse of `pack_nibbles`."""
+
+    def build(rows: Rows) -> None:
+        b = rows.b
+        at, dim = rows.values[1], rows.values[2]
+
+        def pair(t: Any) -> None:
+            even = rows.times(t, rows.times(dim, 2))
+
+            def strip(c: Any, lanes: int) -> None:
+                byte = rows.load(0, rows.plus(at, rows.times(t, dim), c), lanes)
+                rows.store(b.and_(byte, constant(byte.type, 15)), 3, rows.plus(even, c))
+                rows.store(b.lshr(byte, constant(byte.type, 4)), 3, rows.plus(even, dim, c))
+
+            rows.strips(dim, CODE_LANES, strip)
+
+        rows.count(0, 4, 1, pair)
+
+    return intrinsic_of(build, data, INDEX, INDEX, codes)
+
+
+@intrinsic
+def unpack_planes(_: Any, data: Any, at: Any, width: Any, dim: Any, codes: Any) -> Any:
+    """The inverse of `pack_planes`; ``codes`` are zero before."""
+
+    def build(rows: Rows) -> None:
+        b = rows.b
+        at, width, dim = rows.values[1:4]
+
+        def plane(p: Any) -> None:
+            def strip(c: Any, lanes: int) -> None:
+                packed = rows.load(0, rows.plus(at, rows.times(rows.times(p, dim), 8), c), lanes)
+                place, to = rows.spread_value(p, packed.type), c
+                for token in range(8):
+                    own = b.and_(b.lshr(packed, constant(packed.type, token)), constant(packed.type, 1))
+                    rows.store(b.or_(rows.load(4, to, lanes), b.shl(own, place)), 4, to)
+                    to = rows.plus(to, dim)
+
+            rows.strips(dim, CODE_LANES, strip)
+
+        rows.count(0, width, 1, plane)
+
+    return intrinsic_of(build, data, INDEX, INDEX, INDEX, codes)
+
+
+@intrinsic
+def join(_: Any, k: Any, size: Any, shift: Any, half: Any, coarse: Any, fine: Any) -> Any:
+    """``(coarse << shift) + fine - half`` to ``k``, modulo its width."""
+
+    def build(rows: Rows) -> None:
+        b = rows.b
+
+        def strip(i: Any, lanes: int) -> None:
+            own = ir.VectorType(rows.element(0), lanes)
+            high, low = rows.load(4, i, lanes), rows.load(5, i, lanes)
+            if rows.element(0) != I8:
+                high, low = b.zext(high, own), b.zext(low, own)
+            rows.store(b.sub(b.add(b.shl(high, rows.number(2, own)), low), rows.number(3, own)), 0, i)
+
+        rows.strips(rows.values[1], CODE_LANES, strip)
+
+    return intrinsic_of(build, k, INDEX, INDEX, INDEX, coarse, fine)
+
+
+@intrinsic
+def dequantize_k(
+    _: Any, k: Any, first: Any, dim: Any, steps: Any, low: Any, step: Any, high: Any, cells: Any, out: Any, to: Any,
+    stride: Any,
+) -> Any:  # fmt: skip
+    """Values of rows ``[first, 8)`` of fine steps ``k`` whose groups are channels; ``cells`` only says the type."""
+
+    def build(rows: Rows) -> None:
+        first, dim, to, stride = (rows.values[i] for i in (1, 2, 9, 10))
+
+        def take(t: Any, count: int) -> None:
+            def strip(c: Any, lanes: int) -> None:
+                low, step, high = (rows.load_real(i, c, lanes) for i in (4, 5, 6))
+                at, own = rows.plus(rows.times(t, dim), c), rows.plus(to, rows.times(t, stride), c)
+                for _ in range(count):
+                    _values(rows, at, low, step, high, cells, out, own)
+                    at, own = rows.plus(at, dim), rows.plus(own, stride)
+
+            rows.strips(dim, LANES, strip)
+
+        even = rows.b.and_(rows.plus(first, 3), ir.IntType(64)(-4))
+        rows.count(first, even, 1, lambda t: take(t, 1))
+        rows.count(even, 8, 4, lambda t: take(t, 4))
+
+    return intrinsic_of(build, k, INDEX, INDEX, INDEX, low, step, high, cells, out, INDEX, INDEX)
+
+
+@intrinsic
+def dequantize_v(
+    _: Any, k: Any, first: Any, dim: Any, steps: Any, low: Any, step: Any, high: Any, cells: Any, out: Any, to: Any,
+    stride: Any, g: Any,
+) -> Any:  # fmt: skip
+    """Values of rows ``[first, 8)`` of fine steps ``k`` whose groups, row 0's from ``g``, are 64 channels of a token."""
+
+    def build(rows: Rows) -> None:
+        first, dim, to, stride, g = (rows.values[i] for i in (1, 2, 9, 10, 11))
+        per_token = rows.b.sdiv(rows.plus(dim, 63), ir.IntType(64)(64))
+
+        def token(t: Any) -> None:
+            def part(c: Any, group: Any, lanes: int) -> None:
+                slot = rows.plus(g, rows.times(t, per_token), group)
+                low, step, high = (rows.spread(i, slot, F32, lanes) for i in (4, 5, 6))
+                at, own = rows.plus(rows.times(t, dim), c), rows.plus(to, rows.times(t, stride), c)
+                _values(rows, at, low, step, high, cells, out, own)
+
+            rows.groups(dim, part)
+
+        rows.count(first, 8, 1, token)
+
+    return intrinsic_of(build, k, INDEX, INDEX, INDEX, low, step, high, cells, out, INDEX, INDEX, INDEX)
+
+
+def _values(rows: Rows, at: Any, low: Any, step: Any, high: Any, cells: Any, out: Any, to: Any) -> None:
+    whole = shaped(low.type, I32)
+    k = rows.b.zext(rows.load(0, at, whole.count), whole)
+    value = dequantized(rows.b, k, rows.number(3, whole), low, step, high)
+    _emit(rows, narrow(rows.b, value, cache_dtype(cells)), cells, out, 8, to)
+
+
+def _emit(rows: Rows, cell: Any, cells: Any, out: Any, array: int, to: Any) -> None:
+    """Store a vector of cells, widened if ``out`` is wider."""
+    if cells.dtype != out.dtype:
+        cell = rows.b.bitcast(widen(rows.b, cell, cache_dtype(cells)), shaped(cell.type, I32))
+    rows.store(cell, array, to)

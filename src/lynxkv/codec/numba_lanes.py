@@ -1,0 +1,104 @@
+"""The codec's arithmetic as LLVM instructions on vectors.
+
+Every function takes an IR builder and vector values and returns one. Nothing carries a fast-math flag, so LLVM neither
+contracts a product and a sum nor replaces a division. A cache element is an integer of its own width (its bits).
+"""
+
+from typing import Any
+
+from llvmlite import ir
+
+I8, I16, I32, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
+
+MAGIC = 12582912.0
+"""1.5 * 2^23: adding it to a float32 in [0, 2^22) rounds that half to even and leaves the integer in the low bits."""
+
+MAGIC_BITS = 0x4B400000
+
+TINY = 2.0**-126
+"""The least normal float32."""
+
+
+def shaped(like: Any, element: Any) -> Any:
+    """A vector of ``element`` with as many lanes as the vector type ``like``."""
+    return ir.VectorType(element, like.count)
+
+
+def constant(like: Any, number: float) -> Any:
+    """``number`` in every lane of the vector type ``like``."""
+    return ir.Constant(like, [number] * like.count)
+
+
+def splat(b: Any, scalar: Any, lanes: int) -> Any:
+    """A scalar in every one of ``lanes`` lanes."""
+    vector = ir.VectorType(scalar.type, lanes)
+    first = b.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
+    zeros = ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)
+    return b.shuffle_vector(first, ir.Constant(vector, ir.Undefined), zeros)
+
+
+def widen(b: Any, cell: Any, dtype: str) -> Any:
+    """The float32 of an element's bits; exact for every finite one."""
+    wide, real = shaped(cell.type, I32), shaped(cell.type, F32)
+    if dtype == "float32":
+        return b.bitcast(cell, real)
+    bits = b.zext(cell, wide)
+    if dtype == "bfloat16":
+        return b.bitcast(b.shl(bits, constant(wide, 16)), real)
+    # Exponent and mantissa put in place, then scaled by 2^112, which takes care of subnormals too.
+    magnitude = b.bitcast(b.shl(b.and_(bits, constant(wide, 0x7FFF)), constant(wide, 13)), real)
+    scaled = b.bitcast(b.fmul(magnitude, constant(real, 2.0**112)), wide)
+    sign = b.shl(b.and_(bits, constant(wide, 0x8000)), constant(wide, 16))
+    return b.bitcast(b.or_(scaled, sign), real)
+
+
+def narrow(b: Any, value: Any, dtype: str) -> Any:
+    """The bits of the element nearest to a finite float32, half to even."""
+    wide = shaped(value.type, I32)
+    bits = b.bitcast(value, wide)
+    if dtype == "float32":
+        return bits
+    if dtype == "bfloat16":
+        odd = b.and_(b.lshr(bits, constant(wide, 16)), constant(wide, 1))
+        rounded = b.add(b.add(bits, constant(wide, 0x7FFF)), odd)
+        return b.trunc(b.lshr(rounded, constant(wide, 16)), shaped(value.type, I16))
+    sign = b.and_(bits, constant(wide, 0x80000000))
+    magnitude = b.xor(bits, sign)
+    # Where the result is subnormal, adding 0.5 makes the adder round at its last bit.
+    lifted = b.fadd(b.bitcast(magnitude, value.type), constant(value.type, 0.5))
+    small = b.sub(b.bitcast(lifted, wide), constant(wide, 0x3F000000))
+    odd = b.and_(b.lshr(magnitude, constant(wide, 13)), constant(wide, 1))
+    # Rebias the exponent by -112 and round at bit 13.
+    normal = b.lshr(b.add(b.add(magnitude, constant(wide, 0xC8000FFF)), odd), constant(wide, 13))
+    chosen = b.select(b.icmp_unsigned("<", magnitude, constant(wide, 113 << 23)), small, normal)
+    return b.trunc(b.or_(chosen, b.lshr(sign, constant(wide, 16))), shaped(value.type, I16))
+
+
+def order(b: Any, cell: Any) -> Any:
+    """An element's bits as a signed integer in the order of the numbers, -0 below +0; its own inverse."""
+    width = cell.type.element.width
+    negative = b.ashr(cell, constant(cell.type, width - 1))
+    return b.xor(cell, b.and_(negative, constant(cell.type, (1 << (width - 1)) - 1)))
+
+
+def least(b: Any, x: Any, y: Any) -> Any:
+    """The smaller of two signed integers."""
+    return b.select(b.icmp_signed("<", x, y), x, y)
+
+
+def most(b: Any, x: Any, y: Any) -> Any:
+    """The larger of two signed integers."""
+    return b.select(b.icmp_signed(">", x, y), x, y)
+
+
+def quantized(b: Any, value: Any, base: Any, step: Any, less: Any) -> Any:
+    """``rint((value - base) / step) + MAGIC_BITS - less`` as int32."""
+    quotient = b.fdiv(b.fsub(value, base), step)
+    bits = b.bitcast(b.fadd(quotient, constant(value.type, MAGIC)), shaped(value.type, I32))
+    return b.sub(bits, less)
+
+
+def dequantized(b: Any, k: Any, steps: Any, low: Any, step: Any, high: Any) -> Any:
+    """``high`` where k == steps, else ``low + float32(k) * step``."""
+    value = b.fadd(low, b.fmul(b.sitofp(k, low.type), step))
+    return b.select(b.icmp_signed("==", k, steps), high, value)
