@@ -3,14 +3,16 @@
 import asyncio
 import threading
 
+import numpy as np
 import pytest
-from transport_peers import CLIENT, Lease, Recorder, linked, make_data, make_manifest, run, serving, until
+from transport_peers import CLIENT, Lease, Recorder, linked, make_data, make_manifest, raw_client, run, serving, until
 
-from lynxkv.codec.shape import CacheShape
-from lynxkv.codec.spec import Tier
+from lynxkv.codec.plan import plan
+from lynxkv.codec.shape import CacheShape, LayerShape
+from lynxkv.codec.spec import CodecSpec, Tier
 from lynxkv.errors import TransferRejected
-from lynxkv.transport import Outgoing, Released, connect
-from lynxkv.wire import Admit, FirstToken, Pull
+from lynxkv.transport import Outgoing, Released, connect, parse_rate
+from lynxkv.wire import MAX_DATA, Admit, FirstToken, Pull, TierEnd
 
 
 def test_a_ready_transfer_arrives_whole_in_order_and_ends_its_lease():
@@ -163,7 +165,7 @@ def test_an_admit_is_answered_by_the_callback_and_a_refusal_keeps_its_class_and_
             admitted = await link.admit(admit)
             assert admitted.epoch == server.epoch
             assert asked == [(admit, CLIENT.name)]
-            other = Admit(transfer=bytes(16), tokens=b"", spec=manifest.spec, options={"refuse": True})
+            other = Admit(transfer=b"\x01" * 16, tokens=b"", spec=manifest.spec, options={"refuse": True})
             with pytest.raises(TransferRejected, match="no room: 3 prompts"):
                 await link.admit(other)
             assert link.active == 0
@@ -182,5 +184,92 @@ def test_two_links_of_one_process_do_not_share_state():
             incoming = await one.pull(Pull(transfer=manifest.transfer), sink)
             await incoming.wait()
             incoming.acknowledge()
+
+    run(main())
+
+
+def test_an_anchor_asked_for_late_overtakes_a_residual_that_fills_the_link():
+    """Field report 18."""
+
+    async def main():
+        big, small = make_manifest(8192, 8), make_manifest(512)
+        async with serving(rate=parse_rate("200mbit")) as (server, port), linked(port) as link:
+            server.announce(Lease(big, make_data(big)).outgoing)
+            server.announce(Lease(small, make_data(small)).outgoing)
+            slow, fast = Recorder(), Recorder()
+            residual = await link.pull(Pull(transfer=big.transfer, tiers=(Tier.RESIDUAL,)), slow)
+            await until(lambda: len(slow.got) > 1)
+            before = residual.received[Tier.RESIDUAL]
+            anchor = await link.pull(Pull(transfer=small.transfer, tiers=(Tier.ANCHOR,)), fast)
+            await anchor.wait()
+            anchor.acknowledge()
+            assert not slow.end.is_set()
+            assert residual.received[Tier.RESIDUAL] - before < 1 << 20
+            residual.cancel("enough")
+
+    run(main())
+
+
+def test_a_large_segment_goes_out_in_few_large_frames():
+    """Field report 15: tens of thousands of descriptors dominate a transfer's time."""
+
+    async def main():
+        shape = CacheShape("bfloat16", (LayerShape(8, 128, 128, 0, 4096),))
+        spec = CodecSpec(raw=True)
+        manifest = make_manifest(4096, shape=shape, spec=spec, segments=plan(shape, spec, segment_tokens=4096))
+        assert len(manifest.segments) == 2
+        data = make_data(manifest)
+        async with serving() as (server, port):
+            server.announce(Lease(manifest, data).outgoing)
+            wire = await raw_client(port)
+            wire.say(Pull(transfer=manifest.transfer), manifest.transfer)
+            frames = []
+            while not frames or frames[-1].event != TierEnd(Tier.RESIDUAL):
+                frames.append(await wire.frame())
+            assert sum(f.header.length for f in frames if f.event is None) == sum(map(len, data))
+            assert len(frames) <= sum(map(len, data)) / MAX_DATA + 8
+            wire.writer.close()
+
+    run(main())
+
+
+def test_it_works_on_the_standard_event_loop_too():
+    async def main():
+        manifest = make_manifest()
+        data = make_data(manifest)
+        async with serving() as (server, port), linked(port) as link:
+            lease = Lease(manifest, data)
+            server.announce(lease.outgoing)
+            sink = Recorder()
+            incoming = await link.pull(Pull(transfer=manifest.transfer), sink)
+            await incoming.wait()
+            incoming.acknowledge()
+            await lease.end.wait()
+            assert sink.got == dict(enumerate(data))
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_segment_is_received_where_the_sink_wants_it():
+    async def main():
+        manifest = make_manifest(128, 1)
+        data = make_data(manifest)
+        arena = np.zeros(sum(map(len, data)), np.uint8)
+        starts = np.cumsum([0, *map(len, data)])
+
+        class Arena(Recorder):
+            def buffer(self, segment, size):
+                self.buffers[segment] = memoryview(arena[starts[segment] : starts[segment] + size])
+                return self.buffers[segment]
+
+        async with serving() as (server, port), linked(port) as link:
+            outgoing = Outgoing(manifest)
+            for i, one in enumerate(data):
+                outgoing.put(i, np.frombuffer(one, np.uint16) if len(one) % 2 == 0 else one)
+            server.announce(outgoing)
+            incoming = await link.pull(Pull(transfer=manifest.transfer), Arena())
+            await incoming.wait()
+            incoming.acknowledge()
+            assert arena.tobytes() == b"".join(data)
 
     run(main())

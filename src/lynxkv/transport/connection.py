@@ -72,6 +72,7 @@ class Connection(asyncio.BufferedProtocol):
         self.peer: Hello | None = None
         self.address = "?"
         self.last_bytes = self._loop.time()
+        self.received_bytes = 0
 
     def __repr__(self) -> str:
         name = f" {self.peer.name!r}" if self.peer is not None and self.peer.name else ""
@@ -158,6 +159,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Bytes are in."""
+        self.received_bytes += nbytes
         if self._over:
             return
         self.last_bytes = self._loop.time()

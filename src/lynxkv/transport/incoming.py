@@ -177,7 +177,11 @@ class Incoming:
 
     def frame(self, frame: Frame) -> None:
         """A frame of this transfer is in."""
-        if self._over or not self._is_current(frame.header):
+        if self._over:
+            if isinstance(frame.event, Failed):
+                self._forget(self)
+            return
+        if not self._is_current(frame.header):
             return
         self._last = self._loop.time()
         try:

@@ -4,11 +4,11 @@ import asyncio
 
 import msgspec
 
-from lynxkv.errors import DeadlineExceeded, LynxError, PeerLost, ProtocolError, TransferError, TransferRejected
+from lynxkv.errors import DeadlineExceeded, LynxError, PeerLost, ProtocolError, TransferRejected
 from lynxkv.transport.connection import Connection
 from lynxkv.transport.incoming import Incoming, Sink
 from lynxkv.wire.events import Admit, Admitted, Cancel, Failed, Hello, Pull, error_of
-from lynxkv.wire.frames import Header
+from lynxkv.wire.frames import NO_TRANSFER, Header
 from lynxkv.wire.handshake import new_epoch
 from lynxkv.wire.landing import Landing
 from lynxkv.wire.reader import Frame
@@ -24,7 +24,7 @@ class Link:
         self._admits: dict[bytes, asyncio.Future[Admitted]] = {}
         self._connection: Connection | None = None
         self._error: LynxError | None = None
-        self.ready: asyncio.Future[None] = self._loop.create_future()
+        self.greeting = asyncio.Event()
         self.gone = asyncio.Event()
 
     @property
@@ -39,6 +39,11 @@ class Link:
     def error(self) -> LynxError | None:
         """Why the link ended; None while it is up."""
         return self._error
+
+    @property
+    def received_bytes(self) -> int:
+        """All bytes received so far, headers and events included."""
+        return 0 if self._connection is None else self._connection.received_bytes
 
     @property
     def active(self) -> int:
@@ -83,6 +88,8 @@ class Link:
         Raises :class:`TransferRejected` if this link pulls that id already, :class:`PeerLost` if it has ended.
         """
         connection = self._connected
+        if pull.transfer == NO_TRANSFER:
+            raise TransferRejected("the id of a transfer is random, not all zero")
         if pull.transfer in self._incoming:
             raise TransferRejected(f"transfer {pull.transfer.hex()[:12]} is being pulled already; one pull a transfer")
         incoming = Incoming(connection, pull, sink, self._hello.fingerprint, stall_s, self._forget)
@@ -126,8 +133,7 @@ class Link:
         """The link is up."""
         if not self.peer.epoch:
             raise ProtocolError(f"{connection!r} serves without an epoch; its data could not be told from stale data")
-        if not self.ready.done():
-            self.ready.set_result(None)
+        self.greeting.set()
 
     def place(self, connection: Connection, header: Header) -> Landing | None:
         """Where a data frame goes; that of an ended transfer is dropped."""
@@ -162,8 +168,7 @@ class Link:
                 answer.set_exception(error)
         for incoming in list(self._incoming.values()):
             incoming.fail(error, tell=False)
-        if not self.ready.done():
-            self.ready.set_exception(error)
+        self.greeting.set()
         self.gone.set()
 
 
@@ -184,8 +189,9 @@ async def connect(host: str, port: int, hello: Hello, *, deadline_s: float = 5.0
     try:
         async with asyncio.timeout(deadline_s):
             await loop.create_connection(lambda: link.open(deadline_s), host, port)
-            await asyncio.shield(link.ready)
-    except LynxError:
+            await link.greeting.wait()
+    except asyncio.CancelledError:
+        await link.close()
         raise
     except TimeoutError:
         await link.close()
@@ -193,5 +199,5 @@ async def connect(host: str, port: int, hello: Hello, *, deadline_s: float = 5.0
     except OSError as e:
         raise PeerLost(f"cannot connect to {host}:{port}: {e.strerror or e}; is the node running there?") from e
     if link.error is not None:
-        raise TransferError(str(link.error))
+        raise link.error
     return link

@@ -1,6 +1,7 @@
 """A transfer as its producer sees it: segments are put from any thread, and its end is reported once."""
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from enum import StrEnum
@@ -10,6 +11,8 @@ from lynxkv.errors import LynxError, ProtocolError, TransferError
 from lynxkv.wire.events import FirstToken
 from lynxkv.wire.manifest import MAX_SEGMENT_BYTES, Manifest
 from lynxkv.wire.writer import segment_digest
+
+log = logging.getLogger(__name__)
 
 
 class Released(StrEnum):
@@ -152,8 +155,12 @@ class Outgoing:
             self._released = reason
             self._early = []
         self.segments.clear()
-        if self._on_released is not None:
+        if self._on_released is None:
+            return
+        try:
             self._on_released(reason, detail)
+        except Exception:
+            log.exception("%r: the callback for its end (%s) failed; other transfers go on", self, reason.value)
 
     def _post(self, call: Callable[[Listener], None]) -> bool:
         with self._lock:

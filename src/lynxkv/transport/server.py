@@ -34,7 +34,7 @@ from lynxkv.wire.events import (
     Resend,
     failed,
 )
-from lynxkv.wire.frames import MAX_DATA, Header
+from lynxkv.wire.frames import MAX_DATA, NO_TRANSFER, Header
 from lynxkv.wire.handshake import make_generation, new_epoch
 from lynxkv.wire.landing import Landing
 from lynxkv.wire.manifest import check_manifest
@@ -104,7 +104,7 @@ class Server:
         handshake_s: float = 5.0,
         max_connections: int = 256,
         max_parked: int = 1024,
-        max_admitting: int = 256,
+        max_admitting: int = 64,
     ) -> None:
         self.hello = hello if hello.epoch else msgspec.structs.replace(hello, epoch=new_epoch())
         self.on_admit: OnAdmit | None = None
@@ -264,6 +264,8 @@ class Server:
         event, transfer = frame.event, frame.header.transfer
         if isinstance(event, Admit | Pull) and event.transfer != transfer:
             raise ProtocolError(f"{connection!r}: the {type(event).__name__.lower()}'s id is not its frame's")
+        if transfer == NO_TRANSFER:
+            raise ProtocolError(f"{connection!r} sent a {type(event).__name__} for no transfer")
         match event:
             case Admit():
                 self._admit(connection, event)
@@ -452,6 +454,7 @@ class Server:
         delivery = self._deliveries.get(outgoing.transfer)
         if delivery is not None:
             delivery.connection.send(failed(error), outgoing.transfer, delivery.generation)
+        self._unpark(outgoing.transfer, error)
         self._release(outgoing, reason, str(error))
 
     def _release(self, outgoing: Outgoing, reason: Released, detail: str) -> None:
