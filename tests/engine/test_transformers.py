@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from models import CONFIGS, VOCAB, dynamic_logits, engine, model, prompt
 
 def _chunks(tokens, sizes):
     edges = np.cumsum([0, *sizes])
-    return [tokens[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [tokens[a:b] for a, b in pairwise(edges)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

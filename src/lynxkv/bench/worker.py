@@ -39,8 +39,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
 
 
+_speaking = threading.Lock()
+
+
 def _say(event: str, **fields: Any) -> None:
-    print(json.dumps({"event": event, **fields}), flush=True)
+    with _speaking:  # the link's thread and the decoding one both tell
+        print(json.dumps({"event": event, **fields}), flush=True)
 
 
 def _run(wanted: Plan) -> None:

@@ -36,8 +36,8 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         self.is_sliding = window > 0
         self.first = 0
         self.length = 0
-        self.keys = torch.zeros((1, kv_heads, capacity, k_dim), dtype=dtype, device=device)
-        self.values = torch.zeros((1, kv_heads, capacity, v_dim), dtype=dtype, device=device)
+        self.keys = torch.empty((1, kv_heads, capacity, k_dim), dtype=dtype, device=device)
+        self.values = torch.empty((1, kv_heads, capacity, v_dim), dtype=dtype, device=device)
         self.is_initialized = True
 
     @property

@@ -15,7 +15,7 @@ import uvloop
 
 from lynxkv.codec import CacheShape, CodecSpec, Tier, plan
 from lynxkv.engine.base import Engine, KVSession
-from lynxkv.errors import DeadlineExceeded, LynxError, PeerLost, RequestError
+from lynxkv.errors import LynxError, RequestError, TransferError
 from lynxkv.node.admission import sampling_to_wire, tokens_to_bytes
 from lynxkv.node.arrivals import Arrivals, Observer
 from lynxkv.node.refinement import PulledRefinement, SpanWriter
@@ -181,35 +181,33 @@ class DecodeNode:
         arrivals = Arrivals(token_digest(packed), shape, request.spec, observe)
         sampler = Sampler(params, tokens, engine.eos)
         answer = Answer(params, engine.eos, engine.decode if engine.has_text else None)
-        session = engine.open(len(tokens) + params.max_tokens, request.cap + 1)
-        session.place(shape)
-
-        def recover(error: LynxError) -> Draw:
-            log.warning("transfer %s is lost (%s); prefilling here instead", run.transfer.hex()[:12], error)
-            run.loss = error
-            self._cancel(run, "recomputed here")
-            return sampler.draw(self._recompute(session, tokens, shape, request.spec, arrivals.chunk), [])
-
-        refinement = PulledRefinement(
-            arrivals,
-            session,
-            until=time.monotonic() + request.deadline_s,
-            recover=recover if request.on_loss == "recompute" else None,
-            completed=lambda: self._acknowledge(run),
-            observe=observe,
-        )
-        speculator = Speculator(session, sampler, answer, refinement, verify=request.verify, cap=request.cap)
         admit = Admit(transfer=run.transfer, tokens=packed, spec=request.spec, sampling=sampling_to_wire(params))
+        asked = asyncio.run_coroutine_threadsafe(self._pull(peer, admit, arrivals, run, request), self._loop)
         try:
-            try:
-                self._call(self._pull(peer, admit, arrivals, run, request))
-            except (PeerLost, DeadlineExceeded) as error:
-                arrivals.ended(error)
+            session = engine.open(len(tokens) + params.max_tokens, request.cap + 1)  # while the first bytes travel
+            session.place(shape)
+
+            def recover(error: LynxError) -> Draw:
+                log.warning("transfer %s is lost (%s); prefilling here instead", run.transfer.hex()[:12], error)
+                run.loss = error
+                self._cancel(run, "recomputed here")
+                return sampler.draw(self._recompute(session, tokens, shape, request.spec, arrivals.chunk), [])
+
+            refinement = PulledRefinement(
+                arrivals,
+                session,
+                until=time.monotonic() + request.deadline_s,
+                recover=recover if request.on_loss == "recompute" else None,
+                completed=lambda: self._acknowledge(run),
+                observe=observe,
+            )
+            speculator = Speculator(session, sampler, answer, refinement, verify=request.verify, cap=request.cap)
             for event in speculator.run():
                 if isinstance(event, Window):
                     run.window = event
                 yield event
         finally:
+            asked.cancel()
             self._cancel(run, "the request is over")
         received = run.incoming.received if run.incoming else [0] * len(Tier)
         return Outcome(
@@ -239,12 +237,19 @@ class DecodeNode:
                 return logits
 
     async def _pull(self, peer: tuple[str, int], admit: Admit, arrivals: Arrivals, run: _Run, request: Request) -> None:
-        link = run.link = await self._link(peer)
-        run.wire_before = link.received_bytes
-        admitted = await link.admit(admit, deadline_s=min(self._admit_s, request.deadline_s))
-        tiers = tuple(tier for tier in Tier if tier <= request.spec.target)
-        pull = Pull(transfer=run.transfer, tiers=tiers, deadline_s=request.deadline_s, epoch=admitted.epoch)
-        run.incoming = await link.pull(pull, arrivals, stall_s=self._stall_s)
+        """Admit and pull; whatever goes wrong reaches the decoding thread through ``arrivals``."""
+        try:
+            link = run.link = await self._link(peer)
+            run.wire_before = link.received_bytes
+            admitted = await link.admit(admit, deadline_s=min(self._admit_s, request.deadline_s))
+            tiers = tuple(tier for tier in Tier if tier <= request.spec.target)
+            pull = Pull(transfer=run.transfer, tiers=tiers, deadline_s=request.deadline_s, epoch=admitted.epoch)
+            run.incoming = await link.pull(pull, arrivals, stall_s=self._stall_s)
+        except LynxError as error:
+            arrivals.ended(error)
+        except Exception as error:  # the loop's edge: the thread that waits is told
+            log.exception("transfer %s could not be pulled", run.transfer.hex()[:12])
+            arrivals.ended(TransferError(f"the transfer could not be pulled: {type(error).__name__}: {error}"))
 
     async def _link(self, peer: tuple[str, int]) -> Link:
         link = self._links.get(peer)

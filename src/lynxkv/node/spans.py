@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lynxkv.codec import BLOCK, CacheShape, CodecSpec, Segment, Span, Tier, decode, encode, plan
+from lynxkv.codec import BLOCK, CacheShape, CodecSpec, Kind, Segment, Span, Tier, decode, encode, plan
 from lynxkv.engine.base import Engine, KVSession
 from lynxkv.speculation import Logits
 
@@ -72,6 +72,10 @@ def warm(engine: Engine, spec: CodecSpec) -> None:
     shape = engine.shape(tokens)
     session = engine.open(tokens, 1)
     session.place(shape)
+    for i, layer in enumerate(shape.layers):
+        for kind in Kind:
+            with session.writing(i, kind, layer.start, layer.stop) as rows:
+                rows.fill(0)
     segments = plan(shape, spec)
     tiers: dict[Span, dict[Tier, Buffer]] = {}
     for index, data in encode_session(session, shape, spec, segments):

