@@ -12,7 +12,7 @@ from lynxkv.codec.flagged import restore_flagged
 from lynxkv.codec.kernels import Kernels, kernels_named
 from lynxkv.codec.layout import LayerRuns, layer_runs
 from lynxkv.codec.plan import Span
-from lynxkv.codec.segment import Located, as_bytes, locate, name
+from lynxkv.codec.segment import as_bytes, locate, name
 from lynxkv.codec.shape import CacheShape
 from lynxkv.codec.spec import CodecSpec, Tier
 from lynxkv.errors import CorruptData, SpecError
@@ -60,50 +60,47 @@ def decode(
     if not all(array.flags.writeable for array in out):
         raise SpecError("out must be writable, got a read-only array")
     coarse = as_bytes(anchor)
+    coarse_edges = locate(Tier.ANCHOR, runs, coarse)
     fine = None if residual is None else as_bytes(residual)
-    coarse_runs = list(locate(Tier.ANCHOR, runs, coarse))
-    fine_runs = None if fine is None else list(locate(Tier.RESIDUAL, runs, fine))
+    fine_edges = [] if fine is None else locate(Tier.RESIDUAL, runs, fine)
     implementation = kernels_named(kernels)
     at = 0
     for layer_run, array in zip(runs, out, strict=True):
-        own = coarse_runs[at : at + layer_run.heads]
-        own_fine = None if fine_runs is None else fine_runs[at : at + layer_run.heads]
-        at += layer_run.heads
         skip = min(max(first - layer_run.run.rows.start, 0), array.shape[1])
         if array.size and skip < array.shape[1]:
-            _decode_layer(implementation, layer_run, coarse, own, fine, own_fine, array, skip)
+            fine_part = None if fine is None or not layer_run.run.size(Tier.RESIDUAL) else fine[fine_edges[at] :]
+            _decode_layer(implementation, layer_run, coarse, coarse_edges[at:], fine_part, array, skip)
+        at += layer_run.heads
 
 
 def _decode_layer(
     kernels: Kernels,
     layer_run: LayerRuns,
     coarse: NDArray[np.uint8],
-    coarse_runs: list[Located],
+    edges: list[int],
     fine: NDArray[np.uint8] | None,
-    fine_runs: list[Located] | None,
     out: NDArray[Any],
     skip: int,
 ) -> None:
+    """Decode a layer whose anchor runs lie between ``edges`` and whose residual runs are at the start of ``fine``."""
     layer, heads, run = layer_run
     size, fine_size = run.size(Tier.ANCHOR), run.size(Tier.RESIDUAL)
-    longer = any(located.stop - located.start != size for located in coarse_runs)
-    # Heads of one layer are decoded in one call when their runs are equally far apart, else one by one.
-    step = 1 if longer else heads
+    # All heads in one call if their runs are equally long, else one by one.
+    step = heads if edges[heads] - edges[0] == heads * size else 1
     for head in range(0, heads, step):
-        start = coarse_runs[head].start
-        anchor = coarse[start : start + step * size].reshape(step, size)
-        residual = None
-        if fine is not None and fine_runs is not None and fine_size:
-            start = fine_runs[head].start
-            residual = fine[start : start + step * fine_size].reshape(step, fine_size)
-        flagged = kernels.decode_layer(run, anchor, residual, out[head : head + step], skip)
-        for i, count in enumerate(flagged.tolist()):
-            located = coarse_runs[head + i]
-            extra = located.stop - located.start - size
+        own = coarse[edges[head] : edges[head] + step * size].reshape(step, size)
+        own_fine = None
+        if fine is not None:
+            own_fine = fine[head * fine_size : (head + step) * fine_size].reshape(step, fine_size)
+        flagged = kernels.decode_layer(run, own, own_fine, out[head : head + step], skip)
+        if step == heads and not flagged.any():
+            return
+        for i, count in enumerate(flagged.tolist(), head):
+            extra = edges[i + 1] - edges[i] - size
             if count * run.itemsize != extra:
                 raise CorruptData(
-                    f"{name(Tier.ANCHOR, run, layer, head + i)}: {count * run.itemsize} bytes of flagged groups "
-                    f"expected, got {extra}; ask for the segment again"
+                    f"{name(Tier.ANCHOR, run, layer, i)}: {count * run.itemsize} bytes of flagged groups expected, "
+                    f"got {extra}; ask for the segment again"
                 )
             if count:
-                restore_flagged(run, coarse[located.start : located.stop], out[head + i], skip)
+                restore_flagged(run, coarse[edges[i] : edges[i + 1]], out[i], skip)

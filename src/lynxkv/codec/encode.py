@@ -74,10 +74,10 @@ def encode(
             if not finite:
                 _raise_not_finite(layer, run.kind.name, run.rows.start, values, shape.dtype)
     for tier, data in tiers.items():
-        sizes = [run.size(tier) for _, heads, run in runs for _ in range(heads)]
+        sizes = None
         if tier is Tier.ANCHOR and any(flagged):
             tiers[tier], sizes = _with_flagged(runs, flagged, data, arrays)
-        write_directory(tier, runs, sizes, tiers[tier])
+        write_directory(tier, runs, tiers[tier], sizes)
     return tiers
 
 

@@ -1,14 +1,14 @@
 """Where the bytes of a segment lie: a directory, then one run of bytes for every (layer, KV head)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lynxkv.codec.plan import Segment, Span
-from lynxkv.codec.shape import DTYPE_BYTES, CacheShape, Rows
+from lynxkv.codec.shape import DTYPE_BYTES, CacheShape, LayerShape, Rows
 from lynxkv.codec.spec import BLOCK, Bits, CodecSpec, Kind, Tier
 from lynxkv.errors import SpecError
 
@@ -47,15 +47,39 @@ class Run:
     sinks: int
     bits: Bits
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return DTYPE_BYTES[self.dtype]
+    itemsize: int = field(init=False)
+    """Bytes of one element."""
+    blocks: int = field(init=False)
+    """Coded blocks."""
+    groups: int = field(init=False)
+    """Groups of a block: ``dim`` for K; for V 64 tokens times ceil(dim / 64), token by token."""
+    raw_bytes: int = field(init=False)
+    """Bytes of the raw rows."""
+    meta_bytes: int = field(init=False)
+    """Bytes of a block's minima and maxima."""
+    block_bytes: int = field(init=False)
+    """Bytes of an anchor block."""
+    sizes: tuple[int, int] = field(init=False)
+    """Bytes of the anchor's and the residual's run when no group is flagged."""
 
-    @property
-    def blocks(self) -> int:
-        """Coded blocks."""
-        return (self.rows.tail - self.rows.coded) // BLOCK
+    def __post_init__(self) -> None:
+        itemsize = DTYPE_BYTES[self.dtype]
+        blocks = (self.rows.tail - self.rows.coded) // BLOCK
+        groups = self.dim if self.kind is Kind.K else BLOCK * -(-self.dim // BLOCK)
+        raw_bytes = self.raw_rows * self.dim * itemsize
+        meta_bytes = 2 * groups * itemsize
+        block_bytes = meta_bytes + BLOCK // 8 * self.dim * self.bits.anchor
+        residual_bytes = blocks * BLOCK // 8 * self.dim * self.bits.residual
+        for name, value in (
+            ("itemsize", itemsize),
+            ("blocks", blocks),
+            ("groups", groups),
+            ("raw_bytes", raw_bytes),
+            ("meta_bytes", meta_bytes),
+            ("block_bytes", block_bytes),
+            ("sizes", (raw_bytes + blocks * block_bytes, residual_bytes)),
+        ):
+            object.__setattr__(self, name, value)
 
     @property
     def head(self) -> int:
@@ -73,39 +97,13 @@ class Run:
         return self.head + self.sinks + self.tail
 
     @property
-    def groups(self) -> int:
-        """Groups of a block: ``dim`` for K; for V 64 tokens times ceil(dim / 64), token by token."""
-        return self.dim if self.kind is Kind.K else BLOCK * -(-self.dim // BLOCK)
-
-    @property
-    def raw_bytes(self) -> int:
-        """Bytes of the raw rows."""
-        return self.raw_rows * self.dim * self.itemsize
-
-    @property
-    def meta_bytes(self) -> int:
-        """Bytes of a block's minima and maxima."""
-        return 2 * self.groups * self.itemsize
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of an anchor block."""
-        return self.meta_bytes + self.code_bytes(Tier.ANCHOR)
-
-    @property
     def flaggable_bytes(self) -> int:
         """Bytes that follow the anchor's blocks if every group is flagged."""
         return max(0, self.blocks * BLOCK - self.sinks) * self.dim * self.itemsize
 
-    def code_bytes(self, tier: Tier) -> int:
-        """Bytes of a block's codes in ``tier``."""
-        return BLOCK // 8 * self.dim * (self.bits.anchor if tier is Tier.ANCHOR else self.bits.residual)
-
     def size(self, tier: Tier) -> int:
         """Bytes of the run in ``tier`` when no group is flagged."""
-        if tier is Tier.ANCHOR:
-            return self.raw_bytes + self.blocks * self.block_bytes
-        return self.blocks * self.code_bytes(tier)
+        return self.sizes[tier]
 
 
 class LayerRuns(NamedTuple):
@@ -129,18 +127,22 @@ def layer_runs(shape: CacheShape, spec: CodecSpec, span: Span) -> Iterator[Layer
             f"a span's layers must lie in [0, {len(shape.layers)}) and its positions ascend; got layers "
             f"[{span.first_layer}, {span.last_layer}) positions [{span.start}, {span.stop})"
         )
+    previous: tuple[LayerShape, Bits, Run] | None = None
     for layer in range(span.first_layer, span.last_layer):
-        held = shape.layers[layer]
-        rows = span.rows(shape, spec, layer)
-        blocks = rows.tail > rows.coded
-        if blocks and (rows.coded % BLOCK or rows.tail % BLOCK):
-            raise SpecError(f"a span must start and stop on the grid of {BLOCK}, got [{span.start}, {span.stop})")
-        sinks = min(spec.sinks, BLOCK) if blocks and rows.coded == 0 else 0
-        yield LayerRuns(
-            layer,
-            held.kv_heads,
-            Run(span.kind, shape.dtype, held.dim(span.kind), rows, sinks, spec.bits(layer, span.kind)),
-        )
+        held, bits = shape.layers[layer], spec.bits(layer, span.kind)
+        if previous is None or previous[0] != held or previous[1] != bits:
+            previous = held, bits, _run(shape, spec, span, layer)
+        yield LayerRuns(layer, held.kv_heads, previous[2])
+
+
+def _run(shape: CacheShape, spec: CodecSpec, span: Span, layer: int) -> Run:
+    rows = span.rows(shape, spec, layer)
+    blocks = rows.tail > rows.coded
+    if blocks and (rows.coded % BLOCK or rows.tail % BLOCK):
+        raise SpecError(f"a span must start and stop on the grid of {BLOCK}, got [{span.start}, {span.stop})")
+    sinks = spec.sinks if blocks and rows.coded == 0 else 0
+    dim = shape.layers[layer].dim(span.kind)
+    return Run(span.kind, shape.dtype, dim, rows, sinks, spec.bits(layer, span.kind))
 
 
 def runs_in(runs: list[LayerRuns]) -> int:

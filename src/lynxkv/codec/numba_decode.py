@@ -60,7 +60,7 @@ def decode_heads(
     head, sinks, blocks, tail = rows
     a, r, steps, half = bits
     itemsize = cells.itemsize
-    low, step, high = np.empty(groups, np.float32), np.empty(groups, np.float32), np.empty(groups, np.float32)
+    low, step = np.empty(groups, np.float32), np.empty(groups, np.float32)
     coarse, fine = np.empty(8 * dim, np.uint8), np.empty(8 * dim, np.uint8)
     for i in range(8 * dim):
         fine[i] = half
@@ -78,7 +78,8 @@ def decode_heads(
         for block in range(blocks):
             row = head + 64 * block
             void = sinks if block == 0 else 0
-            prepare(cells, at // itemsize, groups, steps, low, step, high, status)
+            prepare(cells, at // itemsize, groups, steps, low, step, status)
+            high = at // itemsize + groups
             if status.max() > 0:
                 status[:] = 0
                 flagged[h] += flagged_elements(patterns, at // itemsize, groups, dim, per_channel, void, flag)
@@ -92,10 +93,10 @@ def decode_heads(
                 to = own + (row + 8 * octet) * stride
                 first = max(begin - 8 * octet, 0)
                 if per_channel:
-                    dequantize_k(k, first, dim, steps, low, step, high, cells, out, to, stride)
+                    dequantize_k(k, first, dim, steps, low, step, cells, high, out, to, stride)
                 else:
                     g = octet * groups // 8
-                    dequantize_v(k, first, dim, steps, low, step, high, cells, out, to, stride, g)
+                    dequantize_v(k, first, dim, steps, low, step, cells, high, out, to, stride, g)
             at += 8 * dim * a
             fine_at += 8 * dim * r
 

@@ -18,17 +18,17 @@ def copy_row(_: Any, cells: Any, at: Any, dim: Any, out: Any, to: Any) -> Any:
     def build(rows: Rows) -> None:
         at, dim, to = rows.values[1], rows.values[2], rows.values[4]
         rows.strips(
-            dim, LANES, lambda c, lanes: _emit(rows, rows.load(0, rows.plus(at, c), lanes), cells, out, 3, rows.plus(to, c))
+            dim,
+            LANES,
+            lambda c, lanes: _emit(rows, rows.load(0, rows.plus(at, c), lanes), cells, out, 3, rows.plus(to, c)),
         )
 
     return intrinsic_of(build, cells, INDEX, INDEX, out, INDEX)
 
 
 @intrinsic
-def prepare(
-    _: Any, cells: Any, at: Any, groups: Any, steps: Any, low: Any, step: Any, high: Any, status: Any
-) -> Any:
-    """Min, step and max of a block's groups; FLAGGED joins the lanes of ``status`` if one is."""
+def prepare(_: Any, cells: Any, at: Any, groups: Any, steps: Any, low: Any, step: Any, status: Any) -> Any:
+    """Min and step of a block's groups, whose metadata is at ``at``; FLAGGED joins the lanes of ``status`` if one is."""
     dtype = cache_dtype(cells)
 
     def build(rows: Rows) -> None:
@@ -40,15 +40,14 @@ def prepare(
             lowest, highest = widen(b, low, dtype), widen(b, high, dtype)
             whole = shaped(low.type, I32)
             rows.store(lowest, 4, g)
-            rows.store(highest, 6, g)
             rows.store(b.fdiv(b.fsub(highest, lowest), b.sitofp(rows.number(3, whole), lowest.type)), 5, g)
             flagged = b.icmp_signed("==", low, constant(low.type, FLAG[dtype]))
             seen = b.select(flagged, constant(whole, FLAGGED), constant(whole, 0))
-            rows.store(b.or_(seen, rows.load(7, rows.plus(0), lanes)), 7, rows.plus(0))
+            rows.store(b.or_(seen, rows.load(6, rows.plus(0), lanes)), 6, rows.plus(0))
 
         rows.strips(groups, LANES, strip)
 
-    return intrinsic_of(build, cells, INDEX, INDEX, INDEX, low, step, high, status)
+    return intrinsic_of(build, cells, INDEX, INDEX, INDEX, low, step, status)
 
 
 @intrinsic
@@ -119,61 +118,59 @@ def join(_: Any, k: Any, size: Any, shift: Any, half: Any, coarse: Any, fine: An
 
 @intrinsic
 def dequantize_k(
-    _: Any, k: Any, first: Any, dim: Any, steps: Any, low: Any, step: Any, high: Any, cells: Any, out: Any, to: Any,
+    _: Any, k: Any, first: Any, dim: Any, steps: Any, low: Any, step: Any, cells: Any, high: Any, out: Any, to: Any,
     stride: Any,
 ) -> Any:  # fmt: skip
-    """Values of rows ``[first, 8)`` of fine steps ``k`` whose groups are channels; ``cells`` only says the type."""
+    """Values of rows ``[first, 8)`` of fine steps ``k`` whose groups are channels; their maxima are ``cells[high …]``."""
 
     def build(rows: Rows) -> None:
-        first, dim, to, stride = (rows.values[i] for i in (1, 2, 9, 10))
+        first, dim, high, to, stride = (rows.values[i] for i in (1, 2, 7, 9, 10))
 
-        def take(t: Any, count: int) -> None:
+        def token(t: Any) -> None:
             def strip(c: Any, lanes: int) -> None:
-                low, step, high = (rows.load_real(i, c, lanes) for i in (4, 5, 6))
+                low, step = rows.load_real(4, c, lanes), rows.load_real(5, c, lanes)
+                most = rows.load(6, rows.plus(high, c), lanes)
                 at, own = rows.plus(rows.times(t, dim), c), rows.plus(to, rows.times(t, stride), c)
-                for _ in range(count):
-                    _values(rows, at, low, step, high, cells, out, own)
-                    at, own = rows.plus(at, dim), rows.plus(own, stride)
+                _emit(rows, _cell(rows, at, low, step, most, cells), cells, out, 8, own)
 
-            rows.strips(dim, LANES, strip)
+            rows.strips(dim, 2 * LANES, strip)
 
-        even = rows.b.and_(rows.plus(first, 3), ir.IntType(64)(-4))
-        rows.count(first, even, 1, lambda t: take(t, 1))
-        rows.count(even, 8, 4, lambda t: take(t, 4))
+        rows.count(first, 8, 1, token)
 
-    return intrinsic_of(build, k, INDEX, INDEX, INDEX, low, step, high, cells, out, INDEX, INDEX)
+    return intrinsic_of(build, k, INDEX, INDEX, INDEX, low, step, cells, INDEX, out, INDEX, INDEX)
 
 
 @intrinsic
 def dequantize_v(
-    _: Any, k: Any, first: Any, dim: Any, steps: Any, low: Any, step: Any, high: Any, cells: Any, out: Any, to: Any,
+    _: Any, k: Any, first: Any, dim: Any, steps: Any, low: Any, step: Any, cells: Any, high: Any, out: Any, to: Any,
     stride: Any, g: Any,
 ) -> Any:  # fmt: skip
-    """Values of rows ``[first, 8)`` of fine steps ``k`` whose groups, row 0's from ``g``, are 64 channels of a token."""
+    """Values of rows ``[first, 8)`` of fine steps ``k`` whose groups are 64 channels of a token; row 0's start at ``g``."""
 
     def build(rows: Rows) -> None:
-        first, dim, to, stride, g = (rows.values[i] for i in (1, 2, 9, 10, 11))
+        first, dim, high, to, stride, g = (rows.values[i] for i in (1, 2, 7, 9, 10, 11))
         per_token = rows.b.sdiv(rows.plus(dim, 63), ir.IntType(64)(64))
 
         def token(t: Any) -> None:
             def part(c: Any, group: Any, lanes: int) -> None:
                 slot = rows.plus(g, rows.times(t, per_token), group)
-                low, step, high = (rows.spread(i, slot, F32, lanes) for i in (4, 5, 6))
+                low, step = (rows.spread(i, slot, F32, lanes) for i in (4, 5))
+                most = rows.spread(6, rows.plus(high, slot), rows.element(6), lanes)
                 at, own = rows.plus(rows.times(t, dim), c), rows.plus(to, rows.times(t, stride), c)
-                _values(rows, at, low, step, high, cells, out, own)
+                _emit(rows, _cell(rows, at, low, step, most, cells), cells, out, 8, own)
 
             rows.groups(dim, part)
 
         rows.count(first, 8, 1, token)
 
-    return intrinsic_of(build, k, INDEX, INDEX, INDEX, low, step, high, cells, out, INDEX, INDEX, INDEX)
+    return intrinsic_of(build, k, INDEX, INDEX, INDEX, low, step, cells, INDEX, out, INDEX, INDEX, INDEX)
 
 
-def _values(rows: Rows, at: Any, low: Any, step: Any, high: Any, cells: Any, out: Any, to: Any) -> None:
-    whole = shaped(low.type, I32)
-    k = rows.b.zext(rows.load(0, at, whole.count), whole)
-    value = dequantized(rows.b, k, rows.number(3, whole), low, step, high)
-    _emit(rows, narrow(rows.b, value, cache_dtype(cells)), cells, out, 8, to)
+def _cell(rows: Rows, at: Any, low: Any, step: Any, high: Any, cells: Any) -> Any:
+    """Cells of the fine steps ``k[at]``: at the last step the group's max, which is exact."""
+    k = rows.load(0, at, low.type.count)
+    rounded = narrow(rows.b, dequantized(rows.b, k, low, step), cache_dtype(cells))
+    return rows.b.select(rows.b.icmp_signed("==", k, rows.number(3, k.type)), high, rounded)
 
 
 def _emit(rows: Rows, cell: Any, cells: Any, out: Any, array: int, to: Any) -> None:

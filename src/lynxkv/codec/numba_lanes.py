@@ -98,7 +98,6 @@ def quantized(b: Any, value: Any, base: Any, step: Any, less: Any) -> Any:
     return b.sub(bits, less)
 
 
-def dequantized(b: Any, k: Any, steps: Any, low: Any, step: Any, high: Any) -> Any:
-    """``high`` where k == steps, else ``low + float32(k) * step``."""
-    value = b.fadd(low, b.fmul(b.sitofp(k, low.type), step))
-    return b.select(b.icmp_signed("==", k, steps), high, value)
+def dequantized(b: Any, k: Any, low: Any, step: Any) -> Any:
+    """``low + float32(k) * step`` for unsigned ``k`` of any width below 32."""
+    return b.fadd(low, b.fmul(b.sitofp(b.zext(k, shaped(k.type, I32)), low.type), step))

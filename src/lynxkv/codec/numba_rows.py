@@ -134,9 +134,7 @@ class Rows:
         last = b.sub(size, _WORD(lanes))
         with b.if_else(b.icmp_signed(">=", last, _WORD(0))) as (long, short):
             with long:
-                self.count(
-                    0, size, lanes, lambda i: body(b.select(b.icmp_signed("<", i, last), i, last), lanes)
-                )
+                self.count(0, size, lanes, lambda i: body(b.select(b.icmp_signed("<", i, last), i, last), lanes))
             with short:
                 self.count(0, size, 1, lambda i: body(i, 1))
 

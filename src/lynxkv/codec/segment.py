@@ -1,8 +1,7 @@
 """A segment's directory: written after encoding, verified before and on decoding."""
 
-import struct
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -14,18 +13,7 @@ from lynxkv.codec.shape import CacheShape
 from lynxkv.codec.spec import CodecSpec, Tier
 from lynxkv.errors import CorruptData, SpecError
 
-_IDENTITY = struct.Struct("<BBIIQQ")
-
-
-class Located(NamedTuple):
-    """One run of a segment: whose it is and where its bytes lie."""
-
-    layer: int
-    head: int
-    run: Run
-    start: int
-    stop: int
-    digest: int
+_WORD = (1 << 64) - 1
 
 
 def as_bytes(data: Any) -> NDArray[np.uint8]:
@@ -36,31 +24,41 @@ def as_bytes(data: Any) -> NDArray[np.uint8]:
         raise SpecError(f"encoded bytes must be a contiguous buffer, got {type(data).__name__}: {error}") from error
 
 
-def run_digest(tier: Tier, layer: int, head: int, run: Run, data: NDArray[np.uint8]) -> int:
-    """xxh3_64 of a run, seeded by what it is, so that bytes in another run's place do not pass.
+def run_seed(tier: Tier, layer: int, run: Run) -> int:
+    """The seed of the first head's checksum; head h's is more by ``8 * h``. All modulo 2^64.
 
-    The seed is the xxh3_64 of ``tier u8, kind u8, layer u32, head u32, first row u64, end row u64``, little-endian.
+    ``first row * 2^32 + layer * 2^16 + head * 2^3 + kind * 2^2 + tier``: bytes in another run's place do not pass.
     """
-    identity = _IDENTITY.pack(tier, run.kind, layer, head, run.rows.start, run.rows.stop)
-    return xxhash.xxh3_64_intdigest(data.data, xxhash.xxh3_64_intdigest(identity))
+    return (run.rows.start << 32) + (layer << 16) + (run.kind << 2) + tier
 
 
-def write_directory(tier: Tier, runs: list[LayerRuns], sizes: list[int], data: NDArray[np.uint8]) -> None:
-    """Fill the directory of ``data``, whose runs are in place and have ``sizes``."""
+def run_digests(tier: Tier, layer_run: LayerRuns, data: memoryview, edges: list[int]) -> list[int]:
+    """The xxh3_64 of each head's run, where ``edges`` are their starts and the end of the last."""
+    layer, heads, run = layer_run
+    seed = run_seed(tier, layer, run)
+    return [
+        xxhash.xxh3_64_intdigest(data[edges[head] : edges[head + 1]], (seed + 8 * head) & _WORD)
+        for head in range(heads)
+    ]
+
+
+def write_directory(tier: Tier, runs: list[LayerRuns], data: NDArray[np.uint8], sizes: list[int] | None = None) -> None:
+    """Fill the directory of ``data``, whose runs are in place; ``sizes`` are those without flagged groups or given."""
     count = runs_in(runs)
-    digests = []
-    start = count * ENTRY.itemsize
-    heads = ((layer, head, run) for layer, heads, run in runs for head in range(heads))
-    for (layer, head, run), size in zip(heads, sizes, strict=True):
-        digests.append(run_digest(tier, layer, head, run, data[start : start + size]))
-        start += size
+    if sizes is None:
+        sizes = [size for _, heads, run in runs for size in [run.size(tier)] * heads]
+    edges = list(accumulate(sizes, initial=count * ENTRY.itemsize))
+    view = memoryview(data)
+    digests: list[int] = []
+    for layer_run in runs:
+        digests += run_digests(tier, layer_run, view, edges[len(digests) :])
     entries = directory(data, count)
     entries["size"] = sizes
     entries["digest"] = digests
 
 
-def locate(tier: Tier, runs: list[LayerRuns], data: NDArray[np.uint8]) -> Iterator[Located]:
-    """The runs of a segment, each as soon as its size is known to be possible.
+def locate(tier: Tier, runs: list[LayerRuns], data: NDArray[np.uint8]) -> list[int]:
+    """Where each run of a segment starts, and the end of the last.
 
     Raises
     ------
@@ -71,24 +69,35 @@ def locate(tier: Tier, runs: list[LayerRuns], data: NDArray[np.uint8]) -> Iterat
     start = count * ENTRY.itemsize
     if len(data) < start:
         raise CorruptData(f"{tier.name.lower()} segment: a directory of {start} bytes expected, got {len(data)} in all")
-    entries = directory(data, count)
-    sizes, digests = entries["size"].tolist(), entries["digest"].tolist()
-    at = 0
+    sizes: list[int] = directory(data, count)["size"].tolist()
+    edges = [start]
     for layer, heads, run in runs:
         least = run.size(tier)
-        most = least + (run.flaggable_bytes if tier is Tier.ANCHOR else 0)
         for head in range(heads):
-            size = sizes[at]
-            if not least <= size <= most or (size - least) % run.itemsize or start + size > len(data):
-                raise CorruptData(
-                    f"{name(tier, run, layer, head)}: {least} to {most} bytes expected and {len(data) - start} are "
-                    f"there, the directory says {size}; ask for the segment again"
-                )
-            yield Located(layer, head, run, start, start + size, digests[at])
+            size = sizes[len(edges) - 1]
+            if size != least:
+                _check_longer(tier, run, layer, head, size)
             start += size
-            at += 1
+            if start > len(data):
+                raise CorruptData(
+                    f"{name(tier, run, layer, head)}: {size} bytes expected, {len(data) - edges[-1]} are there; ask for "
+                    "the segment again"
+                )
+            edges.append(start)
     if start != len(data):
         raise CorruptData(f"{tier.name.lower()} segment: {start} bytes expected, got {len(data)}; ask for it again")
+    return edges
+
+
+def _check_longer(tier: Tier, run: Run, layer: int, head: int, size: int) -> None:
+    """Raise CorruptData unless a run's size can be that of one with flagged groups."""
+    least = run.size(tier)
+    most = least + (run.flaggable_bytes if tier is Tier.ANCHOR else 0)
+    if not least < size <= most or (size - least) % run.itemsize:
+        raise CorruptData(
+            f"{name(tier, run, layer, head)}: {least} to {most} bytes expected, the directory says {size}; ask for the "
+            "segment again"
+        )
 
 
 def name(tier: Tier, run: Run, layer: int, head: int) -> str:
@@ -111,8 +120,15 @@ def check(shape: CacheShape, spec: CodecSpec, segment: Segment, data: Any) -> No
     """
     refuse_exact(segment.tier)
     flat = as_bytes(data)
-    for layer, head, run, start, stop, digest in locate(
-        segment.tier, list(layer_runs(shape, spec, segment.span)), flat
-    ):
-        if run_digest(segment.tier, layer, head, run, flat[start:stop]) != digest:
-            raise CorruptData(f"{name(segment.tier, run, layer, head)}: wrong checksum; ask for the segment again")
+    runs = list(layer_runs(shape, spec, segment.span))
+    edges = locate(segment.tier, runs, flat)
+    stored: list[int] = directory(flat, runs_in(runs))["digest"].tolist()
+    view = memoryview(flat)
+    at = 0
+    for layer_run in runs:
+        layer, heads, run = layer_run
+        found = run_digests(segment.tier, layer_run, view, edges[at:])
+        for head in range(heads):
+            if found[head] != stored[at + head]:
+                raise CorruptData(f"{name(segment.tier, run, layer, head)}: wrong checksum; ask for the segment again")
+        at += heads
