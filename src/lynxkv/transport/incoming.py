@@ -89,7 +89,8 @@ class Incoming:
         stall_s: float,
         forget: Callable[["Incoming"], None],
     ) -> None:
-        self.pull, self.manifest = pull, None
+        self.pull = pull
+        self.manifest: Manifest | None = None
         self.received = [0 for _ in Tier]
         self._connection, self._sink, self._fingerprint = connection, sink, fingerprint
         self._stall_s, self._forget = stall_s, forget
@@ -106,8 +107,6 @@ class Incoming:
         self._done = self._loop.create_future()
         self._last = self._loop.time()
         self._timer = self._loop.call_later(pull.deadline_s + GRACE_S, self._never_announced)
-
-    manifest: Manifest | None
 
     def __repr__(self) -> str:
         return f"transfer {self.transfer.hex()[:12]}"

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from lynxkv.codec.spec import Tier
 from lynxkv.errors import (
     DeadlineExceeded,
     LynxError,
@@ -17,11 +16,10 @@ from lynxkv.errors import (
     TransferError,
     TransferRejected,
 )
-from lynxkv.transport.bucket import TokenBucket
 from lynxkv.transport.connection import Connection
 from lynxkv.transport.delivery import Delivery
 from lynxkv.transport.outgoing import Outgoing, Released
-from lynxkv.transport.scheduling import Scheduler
+from lynxkv.transport.pump import Pump
 from lynxkv.wire.events import (
     Acknowledge,
     Admit,
@@ -34,7 +32,7 @@ from lynxkv.wire.events import (
     Resend,
     failed,
 )
-from lynxkv.wire.frames import MAX_DATA, NO_TRANSFER, Header
+from lynxkv.wire.frames import NO_TRANSFER, Header
 from lynxkv.wire.handshake import make_generation, new_epoch
 from lynxkv.wire.landing import Landing
 from lynxkv.wire.manifest import check_manifest
@@ -44,11 +42,6 @@ log = logging.getLogger(__name__)
 
 OnAdmit = Callable[[Admit, Hello], Awaitable[None]]
 
-FRAME_S = 0.005
-"""Under a rate limit a frame takes about so long: what an anchor that comes late waits for at most."""
-LEAST_FRAME = 8 << 10
-TURN_FRAMES = 16
-"""Frames written before the loop gets to other work."""
 REMEMBERED = 4096
 """Ids of ended transfers, to refuse their reuse by name."""
 
@@ -74,7 +67,7 @@ class _Parked:
 
 
 class Server:
-    """Serves outgoing transfers over TCP; everything happens on the loop that called :meth:`start`.
+    """Serves outgoing transfers over TCP; everything happens on the loop that calls :meth:`start`.
 
     Parameters
     ----------
@@ -110,9 +103,7 @@ class Server:
         self.on_admit: OnAdmit | None = None
         self._lease_s, self._handshake_s = lease_s, handshake_s
         self._max_connections, self._max_parked, self._max_admitting = max_connections, max_parked, max_admitting
-        self._bucket = None if rate is None else TokenBucket(rate)
-        self._frame = MAX_DATA if rate is None else min(MAX_DATA, max(LEAST_FRAME, int(rate * FRAME_S)))
-        self._scheduler: Scheduler[tuple[Delivery, Tier], Connection] = Scheduler(self._frame)
+        self._pump = Pump(rate, lambda d: self.renewed(d.outgoing), self._broke)
         self._connections: set[Connection] = set()
         self._transfers: dict[bytes, Outgoing] = {}
         self._progress: dict[bytes, float] = {}
@@ -121,7 +112,6 @@ class Server:
         self._admitting: dict[bytes, asyncio.Task[None]] = {}
         self._finished: OrderedDict[bytes, str] = OrderedDict()
         self._listener: asyncio.Server | None = None
-        self._pump_handle: asyncio.Handle | None = None
         self._sweep_handle: asyncio.TimerHandle | None = None
         self._draining = False
         self._empty = asyncio.Event()
@@ -139,15 +129,14 @@ class Server:
             len(self._parked),
             len(self._admitting),
             sum(d.queued for d in self._deliveries.values()),
-            len(self._scheduler),
+            len(self._pump),
             len(self._connections),
         )
 
     def check_integrity(self) -> None:
         """Raise :class:`TransferError` if what is held contradicts itself (a leak)."""
-        flows = sum(1 for d in self._deliveries.values() for t in d.tiers if (d, t) in self._scheduler)
         if (
-            len(self._scheduler) != flows
+            len(self._pump) != sum(self._pump.flows(d) for d in self._deliveries.values())
             or set(self._progress) != set(self._transfers)
             or not set(self._deliveries) <= set(self._transfers)
             or set(self._parked) & set(self._transfers)
@@ -160,6 +149,7 @@ class Server:
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Listen; the address that was bound (port 0: any free one). :class:`TransferError` if it is taken."""
         self._loop = asyncio.get_running_loop()
+        self._pump.start()
         try:
             self._listener = await self._loop.create_server(self._accept, host, port)
         except OSError as e:
@@ -226,10 +216,9 @@ class Server:
             task.cancel()
         for connection in list(self._connections):
             connection.close(TransferError("the server was closed"))
-        for handle in (self._pump_handle, self._sweep_handle):
-            if handle is not None:
-                handle.cancel()
-        self._pump_handle = self._sweep_handle = None
+        self._pump.close()
+        if self._sweep_handle is not None:
+            self._sweep_handle.cancel()
 
     def _accept(self) -> Connection:
         connection = Connection(self.hello, self, opens=False, handshake_s=self._handshake_s)
@@ -249,7 +238,7 @@ class Server:
 
     def writable(self, connection: Connection) -> None:
         """Go on sending."""
-        self._pump()
+        self._pump.run()
 
     def lost(self, connection: Connection, error: LynxError) -> None:
         """Everything of this peer ends."""
@@ -291,8 +280,7 @@ class Server:
         if delivery is not None:
             tier = delivery.ready(segment)
             if tier is not None:
-                self._scheduler.add((delivery, tier), tier, delivery.connection)
-                self._pump_soon()
+                self._pump.add(delivery, tier)
 
     def token(self, outgoing: Outgoing) -> None:
         """Send token 1 ahead of everything."""
@@ -406,21 +394,19 @@ class Server:
         for segment in outgoing.segments:
             tier = delivery.ready(segment)
             if tier is not None:
-                self._scheduler.add((delivery, tier), tier, connection)
+                self._pump.add(delivery, tier)
         for tier in delivery.tiers:
             if delivery.ended(tier):
-                self._charge(delivery.end(tier))
-        self._pump_soon()
+                self._pump.charge(delivery.end(tier))
 
     def _send(self, delivery: Delivery, event: AnyEvent) -> None:
         try:
-            self._charge(delivery.connection.send(event, delivery.outgoing.transfer, delivery.generation))
+            self._pump.charge(delivery.connection.send(event, delivery.outgoing.transfer, delivery.generation))
         except LynxError as e:
             self._fail(delivery.outgoing, Released.FAILED, e)
 
-    def _charge(self, count: int) -> None:
-        if self._bucket is not None and count:
-            self._bucket.spend(count, self._loop.time())
+    def _broke(self, delivery: Delivery, error: LynxError) -> None:
+        self._fail(delivery.outgoing, Released.FAILED, error)
 
     def _leave(self, connection: Connection, transfer: bytes, reason: Released, detail: str) -> None:
         delivery = self._deliveries.get(transfer)
@@ -447,8 +433,7 @@ class Server:
         if tier is None:
             raise ProtocolError(f"{connection!r} asked for segment {segment} again, which it may not")
         log.warning("%r: segment %d arrived corrupt at %r; sending it again", delivery.outgoing, segment, connection)
-        self._scheduler.add((delivery, tier), tier, connection)
-        self._pump_soon()
+        self._pump.add(delivery, tier)
 
     def _fail(self, outgoing: Outgoing, reason: Released, error: LynxError) -> None:
         delivery = self._deliveries.get(outgoing.transfer)
@@ -464,8 +449,7 @@ class Server:
         del self._progress[transfer]
         delivery = self._deliveries.pop(transfer, None)
         if delivery is not None:
-            for tier in delivery.tiers:
-                self._scheduler.remove((delivery, tier))
+            self._pump.drop(delivery)
         self._remember(transfer, reason.value)
         log.info("%r: lease ended, %s %s", outgoing, reason.value, detail)
         outgoing.release(reason, detail)
@@ -494,47 +478,3 @@ class Server:
             if delivery is not None and not delivery.connection.writable:
                 delivery.connection.end(error)
         self._sweep_handle = self._loop.call_later(min(1.0, self._lease_s / 8), self._sweep)
-
-    def _pump_soon(self) -> None:
-        if self._pump_handle is None:
-            self._pump_handle = self._loop.call_soon(self._pump_again)
-
-    def _pump_again(self) -> None:
-        self._pump_handle = None
-        self._pump()
-
-    def _pump(self) -> None:
-        """Write frames, best flow first, until the rate, the kernel or this turn is used up."""
-        bucket, scheduler = self._bucket, self._scheduler
-        if self._pump_handle is not None and bucket is not None:
-            return
-        for _ in range(TURN_FRAMES):
-            if bucket is not None and scheduler:
-                delay = bucket.delay(self._loop.time())
-                if delay > 0:
-                    self._pump_handle = self._loop.call_later(delay, self._pump_again)
-                    return
-            flow = scheduler.pick(_is_writable)
-            if flow is None:
-                if bucket is not None:
-                    bucket.idle()
-                return
-            self._frame_of(*flow)
-        self._pump_soon()
-
-    def _frame_of(self, delivery: Delivery, tier: Tier) -> None:
-        flow = (delivery, tier)
-        try:
-            sent = delivery.send(tier, self._frame)
-        except LynxError as e:
-            self._fail(delivery.outgoing, Released.FAILED, e)
-            return
-        self._charge(sent)
-        self._scheduler.charge(flow, sent)
-        self.renewed(delivery.outgoing)
-        if not delivery.has(tier):
-            self._scheduler.remove(flow)
-
-
-def _is_writable(connection: Connection) -> bool:
-    return connection.writable

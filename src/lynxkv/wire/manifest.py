@@ -20,7 +20,7 @@ MAX_LAYERS = 4096
 MAX_HEADS = 4096
 MAX_DIM = 1 << 16
 MAX_TOKENS = 1 << 24
-MAX_SEGMENTS = 1 << 16
+MAX_SEGMENTS = 1 << 15
 MAX_RUNS = 1 << 20
 """(segment, layer) pairs of a manifest: what its check may cost."""
 MAX_SEGMENT_BYTES = 1 << 32
