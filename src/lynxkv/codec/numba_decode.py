@@ -19,7 +19,6 @@ from lynxkv.codec.numba_rows import LANES, kernel
 @kernel
 def decode_heads(
     out: Any,
-    origin: int,
     head_stride: int,
     stride: int,
     dim: int,
@@ -32,7 +31,6 @@ def decode_heads(
     size: int,
     residual: Any,
     fine_size: int,
-    groups: int,
     flag: int,
     skip: int,
     k: Any,
@@ -42,8 +40,8 @@ def decode_heads(
 
     Parameters
     ----------
-    out : flat array
-        Row ``t`` of head ``h`` starts at ``origin + h * head_stride + t * stride``.
+    out : array
+        Only where it starts counts: row ``t`` of head ``h`` is ``h * head_stride + t * stride`` elements after.
     rows, bits : tuple
         As in `lynxkv.codec.numba_encode.encode_heads`.
     cells, patterns, anchor : flat arrays
@@ -60,13 +58,14 @@ def decode_heads(
     head, sinks, blocks, tail = rows
     a, r, steps, half = bits
     itemsize = cells.itemsize
+    groups = dim if per_channel else 64 * ((dim + 63) // 64)
     low, step = np.empty(groups, np.float32), np.empty(groups, np.float32)
     coarse, fine = np.empty(8 * dim, np.uint8), np.empty(8 * dim, np.uint8)
     for i in range(8 * dim):
         fine[i] = half
     status = np.zeros(LANES, np.int32)
     for h in range(len(flagged)):
-        own = origin + h * head_stride
+        own = h * head_stride
         raw = h * size // itemsize
         after = head + 64 * blocks
         for t in range(skip, head + sinks):
@@ -80,7 +79,10 @@ def decode_heads(
             void = sinks if block == 0 else 0
             prepare(cells, at // itemsize, groups, steps, low, step, status)
             high = at // itemsize + groups
-            if status.max() > 0:
+            seen = 0
+            for lane in range(LANES):
+                seen |= status[lane]
+            if seen:
                 status[:] = 0
                 flagged[h] += flagged_elements(patterns, at // itemsize, groups, dim, per_channel, void, flag)
             at += 2 * groups * itemsize

@@ -4,11 +4,14 @@
 from typing import Any
 
 from llvmlite import ir
-from numba.extending import intrinsic
 
 from lynxkv.codec.cells import FLAG
 from lynxkv.codec.numba_lanes import F32, I8, I32, constant, dequantized, narrow, shaped, widen
-from lynxkv.codec.numba_rows import CODE_LANES, FLAGGED, INDEX, LANES, Rows, cache_dtype, intrinsic_of
+from lynxkv.codec.numba_rows import CODE_LANES, FLAGGED, INDEX, LANES, Rows, cache_dtype, intrinsic, intrinsic_of
+
+
+AHEAD = 16
+"""How many rows before it is written a row's cache lines are asked for."""
 
 
 @intrinsic
@@ -131,6 +134,7 @@ def dequantize_k(
                 low, step = rows.load_real(4, c, lanes), rows.load_real(5, c, lanes)
                 most = rows.load(6, rows.plus(high, c), lanes)
                 at, own = rows.plus(rows.times(t, dim), c), rows.plus(to, rows.times(t, stride), c)
+                rows.prefetch(8, rows.plus(own, rows.times(stride, AHEAD)), write=True)
                 _emit(rows, _cell(rows, at, low, step, most, cells), cells, out, 8, own)
 
             rows.strips(dim, 2 * LANES, strip)
@@ -157,6 +161,9 @@ def dequantize_v(
                 low, step = (rows.spread(i, slot, F32, lanes) for i in (4, 5))
                 most = rows.spread(6, rows.plus(high, slot), rows.element(6), lanes)
                 at, own = rows.plus(rows.times(t, dim), c), rows.plus(to, rows.times(t, stride), c)
+                ahead = rows.plus(own, rows.times(stride, AHEAD))
+                for line in range(0, lanes, 32):
+                    rows.prefetch(8, rows.plus(ahead, line), write=True)
                 _emit(rows, _cell(rows, at, low, step, most, cells), cells, out, 8, own)
 
             rows.groups(dim, part)

@@ -8,6 +8,8 @@ from lynxkv.codec.numba_encode_rows import (
     copy_and_bound,
     extremes_k,
     extremes_v,
+    fill,
+    judge,
     pack_nibbles,
     pack_planes,
     quantize_k,
@@ -15,13 +17,12 @@ from lynxkv.codec.numba_encode_rows import (
     settle,
     split,
 )
-from lynxkv.codec.numba_rows import kernel
+from lynxkv.codec.numba_rows import LANES, kernel
 
 
 @kernel
 def encode_heads(
     src: Any,
-    origin: int,
     head_stride: int,
     stride: int,
     heads: int,
@@ -34,46 +35,42 @@ def encode_heads(
     size: int,
     residual: Any,
     fine_size: int,
-    keys: Any,
-    raw_keys: Any,
-    limits: Any,
     k: Any,
-    status: Any,
-) -> None:
+) -> int:
     """Encode all heads of a layer.
 
     Parameters
     ----------
-    src : flat array
-        Row ``t`` of head ``h`` starts at ``origin + h * head_stride + t * stride``.
+    src : array
+        Only where it starts counts: row ``t`` of head ``h`` is ``h * head_stride + t * stride`` elements after.
     rows : tuple
         Raw rows before the blocks, sinks, blocks, raw rows after.
     bits : tuple
         Anchor bits, residual bits, steps, half a coarse step.
     cells, anchor : flat arrays
         The layer's anchor runs, of ``size`` bytes each, as elements and as bytes.
-    keys : int16 or int32 ndarray [2, groups]
-        Scratch for order keys.
-    raw_keys : int16 or int32 ndarray [2, LANES]
-        Gets order keys of which the least and the greatest are those of all raw elements.
-    limits : tuple
-        Greatest and least order key.
     k : uint8 or uint16 ndarray [8 * dim]
         Scratch; uint16 if anchor and residual have more than 8 bits together.
-    status : int32 ndarray [LANES]
-        Gets NOT_FINITE and FLAGGED in any lane.
+
+    Returns
+    -------
+    int
+        NOT_FINITE and FLAGGED, if any element or group is.
     """
     head, sinks, blocks, tail = rows
     a, r, steps, half = bits
-    low, high, low_raw, high_raw = keys[0], keys[1], raw_keys[0], raw_keys[1]
-    groups = len(low)
+    itemsize = cells.itemsize
+    groups = dim if per_channel else 64 * ((dim + 63) // 64)
+    low, high = np.empty(groups, cells.dtype), np.empty(groups, cells.dtype)
+    low_raw, high_raw = np.empty(LANES, cells.dtype), np.empty(LANES, cells.dtype)
     base, step, less = np.empty(groups, np.float32), np.empty(groups, np.float32), np.empty(groups, np.int32)
     coarse, fine = np.empty(8 * dim, np.uint8), np.empty(8 * dim, np.uint8)
-    itemsize = cells.itemsize
-    for i in range(len(low_raw)):
-        low_raw[i], high_raw[i] = limits[0], limits[1]
+    status = np.zeros(LANES, np.int32)
+    greatest = (1 << (8 * itemsize - 1)) - 1
+    fill(low_raw, 0, LANES, greatest)
+    fill(high_raw, 0, LANES, -greatest - 1)
     for h in range(heads):
-        at = origin + h * head_stride
+        at = h * head_stride
         to = h * size // itemsize
         for t in range(head + sinks):
             copy_and_bound(src, at + t * stride, dim, cells, to, low_raw, high_raw)
@@ -86,8 +83,8 @@ def encode_heads(
         fine_to = h * fine_size
         for block in range(blocks):
             void = sinks if block == 0 else 0
-            for g in range(groups):
-                low[g], high[g] = limits[0], limits[1]
+            fill(low, 0, groups, greatest)
+            fill(high, 0, groups, -greatest - 1)
             empty = 0
             if per_channel:
                 extremes_k(src, at, stride, dim, void, low, high)
@@ -97,8 +94,9 @@ def encode_heads(
                 for t in range(void, 64):
                     extremes_v(src, at + t * stride, dim, low, high, t * per_token)
                 empty = void * per_token
-            for g in range(empty):
-                low[g], high[g] = 0, 0
+            if empty:
+                fill(low, 0, empty, 0)
+                fill(high, 0, empty, 0)
             settle(low, high, groups, steps, half, cells, to // itemsize, base, step, less, status)
             to += 2 * groups * itemsize
             for octet in range(8):
@@ -116,6 +114,11 @@ def encode_heads(
             to += 8 * dim * a
             fine_to += 8 * dim * r
             at += 64 * stride
+    judge(low_raw, high_raw, status)
+    seen = 0
+    for lane in range(LANES):
+        seen |= status[lane]
+    return seen
 
 
 @kernel

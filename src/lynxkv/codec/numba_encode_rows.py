@@ -4,7 +4,6 @@
 from typing import Any
 
 from llvmlite import ir
-from numba.extending import intrinsic
 
 from lynxkv.codec.cells import FLAG
 from lynxkv.codec.numba_lanes import (
@@ -30,8 +29,39 @@ from lynxkv.codec.numba_rows import (
     NOT_FINITE,
     Rows,
     cache_dtype,
+    intrinsic,
     intrinsic_of,
 )
+
+
+@intrinsic
+def fill(_: Any, array: Any, first: Any, stop: Any, value: Any) -> Any:
+    """The integer ``value`` as the bits of elements ``[first, stop)``."""
+
+    def build(rows: Rows) -> None:
+        first, stop = rows.values[1], rows.values[2]
+
+        def strip(i: Any, lanes: int) -> None:
+            rows.store(rows.number(3, ir.VectorType(rows.element(0), lanes)), 0, rows.plus(first, i))
+
+        rows.strips(rows.b.sub(stop, first), LANES, strip)
+
+    return intrinsic_of(build, array, INDEX, INDEX, INDEX)
+
+
+@intrinsic
+def judge(_: Any, low: Any, high: Any, status: Any) -> Any:
+    """NOT_FINITE joins the lanes of ``status`` where order keys ``low`` or ``high`` are those of no finite number."""
+    dtype = cache_dtype(low)
+
+    def build(rows: Rows) -> None:
+        b, zero = rows.b, rows.plus(0)
+        bad = _not_finite(rows, rows.load(0, zero, LANES), rows.load(1, zero, LANES), dtype)
+        whole = ir.VectorType(I32, LANES)
+        seen = b.select(bad, constant(whole, NOT_FINITE), constant(whole, 0))
+        rows.store(b.or_(seen, rows.load(2, zero, LANES)), 2, zero)
+
+    return intrinsic_of(build, low, high, status)
 
 
 @intrinsic
@@ -128,10 +158,7 @@ def settle(
 
         def strip(g: Any, lanes: int) -> None:
             low_key, high_key = rows.load(0, g, lanes), rows.load(1, g, lanes)
-            bad = b.or_(
-                b.icmp_signed("<", low_key, constant(low_key.type, -INFINITY[dtype])),
-                b.icmp_signed(">=", high_key, constant(high_key.type, INFINITY[dtype])),
-            )
+            bad = _not_finite(rows, low_key, high_key, dtype)
             low, high = order(b, low_key), order(b, high_key)
             lowest, highest = widen(b, low, dtype), widen(b, high, dtype)
             whole, real = shaped(low.type, I32), shaped(low.type, F32)
@@ -174,6 +201,7 @@ def quantize_k(_: Any, src: Any, at: Any, stride: Any, dim: Any, base: Any, step
                 group = rows.load_real(4, c, lanes), rows.load_real(5, c, lanes), rows.load(6, c, lanes)
                 start, to = rows.plus(at, rows.times(t, stride), c), rows.plus(rows.times(t, dim), c)
                 for _ in range(4):
+                    rows.prefetch(0, rows.plus(start, rows.times(stride, 64)))
                     code = quantized(b, widen(b, rows.load(0, start, lanes), dtype), *group)
                     rows.store(b.trunc(code, shaped(code.type, rows.element(7))), 7, to)
                     start, to = rows.plus(start, stride), rows.plus(to, dim)
@@ -201,7 +229,11 @@ def quantize_v(
             def part(c: Any, group: Any, lanes: int) -> None:
                 slot = rows.plus(g, rows.times(t, per_token), group)
                 base, step, less = (rows.spread(i, slot, e, lanes) for i, e in ((4, F32), (5, F32), (6, I32)))
-                cell = rows.load(0, rows.plus(at, rows.times(t, stride), c), lanes)
+                start = rows.plus(at, rows.times(t, stride), c)
+                next_block = rows.plus(start, rows.times(stride, 64))
+                for ahead in range(0, lanes, 32):
+                    rows.prefetch(0, rows.plus(next_block, ahead))
+                cell = rows.load(0, start, lanes)
                 code = quantized(b, widen(b, cell, dtype), base, step, less)
                 to = rows.plus(rows.times(t, dim), c)
                 rows.store(b.trunc(code, shaped(code.type, rows.element(7))), 7, to)
@@ -279,3 +311,9 @@ def pack_planes(_: Any, codes: Any, width: Any, dim: Any, out: Any, to: Any) -> 
         rows.count(0, width, 1, plane)
 
     return intrinsic_of(build, codes, INDEX, INDEX, out, INDEX)
+
+
+def _not_finite(rows: Rows, low: Any, high: Any, dtype: str) -> Any:
+    """Whether order keys are below that of the least finite number, or above that of the greatest."""
+    below = rows.b.icmp_signed("<", low, constant(low.type, -INFINITY[dtype]))
+    return rows.b.or_(below, rows.b.icmp_signed(">=", high, constant(high.type, INFINITY[dtype])))

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from llvmlite import ir
 from numba import njit, types
 from numba.core.cgutils import alloca_once_value, create_struct_proxy
+from numba.extending import intrinsic as numba_intrinsic
 
 from lynxkv.codec.numba_lanes import F32, I8, I16, I32, splat
 
@@ -32,6 +33,12 @@ FLAGGED = 2
 
 _WORD = ir.IntType(64)
 _BITS = {8: I8, 16: I16, 32: I32}
+
+
+def intrinsic(function: F) -> F:
+    """A Numba intrinsic, typed as the function it is made of."""
+    made: F = numba_intrinsic(function)
+    return made
 
 
 def kernel(function: F) -> F:
@@ -89,6 +96,15 @@ class Rows:
         """Store a vector."""
         pointer = self._pointer(array, index, value.type.element, value.type.count)
         self.b.store(value, pointer, align=self._align(array))
+
+    def prefetch(self, array: int, index: Any, *, write: bool = False) -> None:
+        """Ask for a cache line that is needed soon; it may lie outside the array."""
+        at = self.b.gep(self.b.bitcast(self._data[array], self.element(array).as_pointer()), [index])
+        pointer = self.b.bitcast(at, I8.as_pointer())
+        call = self.b.module.declare_intrinsic(
+            "llvm.prefetch", [I8.as_pointer()], ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+        )
+        self.b.call(call, [pointer, I32(int(write)), I32(3), I32(1)])
 
     def number(self, position: int, like: Any) -> Any:
         """An integer argument in every lane of a vector type."""
