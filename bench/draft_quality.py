@@ -87,7 +87,7 @@ def logprobs(logits: np.ndarray) -> np.ndarray:
 def continuation(
     session: TransformersSession, first: int, sampler: Sampler, count: int
 ) -> tuple[list[int], np.ndarray]:
-    """``count`` tokens the target draws after ``first``, and the logits it drew them from; the session is left as it was."""
+    """``count`` tokens the target draws after ``first``, and their logits; the session is left as it was."""
     base, tokens, rows = session.length, [first], []
     while len(tokens) <= count:
         rows.append(session.forward([tokens[-1]])[0])

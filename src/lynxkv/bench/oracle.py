@@ -6,15 +6,16 @@ one token at a time.
 
 import inspect
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 import uvloop
+from numpy.typing import NDArray
 from transformers.cache_utils import DynamicCache
 
-from lynxkv.codec import CodecSpec, Kind, Span, Tier, decode
+from lynxkv.codec import CacheShape, CodecSpec, Kind, Segment, Span, Tier, decode
 from lynxkv.engine.transformers import TransformersEngine
 from lynxkv.node.admission import sampling_to_wire, tokens_to_bytes
 from lynxkv.speculation import Sampler, SamplingParams
@@ -28,7 +29,7 @@ class _Keep:
     """A sink that keeps everything."""
 
     def __init__(self) -> None:
-        self.data: dict[int, np.ndarray] = {}
+        self.data: dict[int, NDArray[np.uint8]] = {}
         self.whole: Manifest | None = None
         self.first: FirstToken | None = None
 
@@ -66,47 +67,48 @@ async def _fetch(
     return keep
 
 
-def _cache(engine: TransformersEngine, keep: _Keep) -> DynamicCache:
-    manifest = keep.whole
-    assert manifest is not None
-    shape, spec = manifest.shape, manifest.spec
+def target_cache(
+    engine: TransformersEngine,
+    shape: CacheShape,
+    spec: CodecSpec,
+    segments: Sequence[Segment],
+    data: Mapping[int, NDArray[np.uint8]],
+) -> DynamicCache:
+    """Transformers' own cache, filled with every segment decoded at the spec's target."""
     rows = [
         [np.zeros((layer.kv_heads, layer.stop - layer.start, layer.dim(kind)), np.float32) for kind in Kind]
         for layer in shape.layers
     ]
-    by_span: dict[Span, dict[Tier, np.ndarray]] = {}
-    for i, segment in enumerate(manifest.segments):
-        by_span.setdefault(segment.span, {})[segment.tier] = keep.data[i]
+    by_span: dict[Span, dict[Tier, NDArray[np.uint8]]] = {}
+    for i, segment in enumerate(segments):
+        by_span.setdefault(segment.span, {})[segment.tier] = data[i]
     for span, tiers in by_span.items():
         out = []
         for layer in range(span.first_layer, span.last_layer):
             start, held = shape.layers[layer].start, span.rows(shape, spec, layer)
             out.append(rows[layer][span.kind][:, held.start - start : held.stop - start])
         decode(shape, spec, span, tiers[Tier.ANCHOR], tiers.get(Tier.RESIDUAL), out)
-    config = engine.model.config.get_text_config(decoder=True)
-    cache = DynamicCache(config=config)
+    cache = DynamicCache(config=engine.model.config.get_text_config(decoder=True))
+    dtype = engine.model.dtype
     for layer, (k, v) in zip(cache.layers, rows, strict=True):
-        layer.update(torch.from_numpy(k)[None].to(engine.model.dtype), torch.from_numpy(v)[None].to(engine.model.dtype))
+        layer.update(torch.from_numpy(k)[None].to(dtype), torch.from_numpy(v)[None].to(dtype))
         if hasattr(layer, "cumulative_length"):
             layer.cumulative_length = shape.stop
     return cache
 
 
-def plain_answer(
-    engine: TransformersEngine, peer: tuple[str, int], tokens: Sequence[int], spec: CodecSpec, params: SamplingParams
+def plain_decode(
+    engine: TransformersEngine, cache: DynamicCache, tokens: Sequence[int], first: int, params: SamplingParams
 ) -> tuple[list[int], str]:
-    """Tokens and finish reason of plain decoding on the target KV that ``peer`` serves.
+    """Tokens and finish reason of decoding one token at a time after token 1.
 
     ``params`` need a seed. The sampler is the product's own, since its noise is part of what equality means;
     greedy decoding is an argmax here.
     """
-    keep = uvloop.run(_fetch(engine, peer, tokens, spec, params))
-    assert keep.first is not None
-    cache = _cache(engine, keep)
     argument = "cache" if "cache" in inspect.signature(engine.model.forward).parameters else "past_key_values"
     sampler = Sampler(params, tokens, engine.eos)
     greedy = params == replace(_GREEDY, seed=params.seed, max_tokens=params.max_tokens, stop=params.stop)
-    answer = [keep.first.token]
+    answer = [first]
     while True:
         if not params.ignore_eos and answer[-1] in engine.eos:
             return answer, "stop"
@@ -120,3 +122,14 @@ def plain_answer(
             ids = torch.tensor([[answer[-1]]])
             row = engine.model(input_ids=ids, use_cache=True, **{argument: cache}).logits[0, -1].float().numpy()
         answer.append(int(np.argmax(row)) if greedy else sampler.draw(row, answer).token)
+
+
+def plain_answer(
+    engine: TransformersEngine, peer: tuple[str, int], tokens: Sequence[int], spec: CodecSpec, params: SamplingParams
+) -> tuple[list[int], str]:
+    """Tokens and finish reason of plain decoding on the target KV that ``peer`` serves."""
+    keep = uvloop.run(_fetch(engine, peer, tokens, spec, params))
+    assert keep.whole is not None
+    assert keep.first is not None
+    cache = target_cache(engine, keep.whole.shape, keep.whole.spec, keep.whole.segments, keep.data)
+    return plain_decode(engine, cache, tokens, keep.first.token, params)
