@@ -5,12 +5,14 @@ from typing import Any
 import numpy as np
 
 from lynxkv.codec.numba_decode_rows import (
+    add_codes,
+    add_nibbles,
     copy_row,
     dequantize_k,
     dequantize_v,
-    join,
     prepare,
-    unpack_nibbles,
+    set_codes,
+    set_nibbles,
     unpack_planes,
 )
 from lynxkv.codec.numba_rows import LANES, kernel
@@ -60,9 +62,7 @@ def decode_heads(
     itemsize = cells.itemsize
     groups = dim if per_channel else 64 * ((dim + 63) // 64)
     low, step = np.empty(groups, np.float32), np.empty(groups, np.float32)
-    coarse, fine = np.empty(8 * dim, np.uint8), np.empty(8 * dim, np.uint8)
-    for i in range(8 * dim):
-        fine[i] = half
+    codes, full = np.empty(8 * dim, np.uint8), np.empty(8 * dim, k.dtype)
     status = np.zeros(LANES, np.int32)
     for h in range(len(flagged)):
         own = h * head_stride
@@ -88,27 +88,34 @@ def decode_heads(
             at += 2 * groups * itemsize
             begin = max(skip - row, void)
             for octet in range(begin // 8, 8):
-                unpack_octet(anchor, at, a, dim, octet, coarse)
+                if a == 4:
+                    set_nibbles(anchor, at + 4 * dim * octet, dim, k, r)
+                else:
+                    unpack_octet(anchor, at, a, dim, octet, codes)
+                    set_codes(codes, 8 * dim, k, r)
+                fine_steps = k
                 if fine_size:
-                    unpack_octet(residual, fine_at, r, dim, octet, fine)
-                join(k, 8 * dim, r, half, coarse, fine)
+                    fine_steps = full
+                    if r == 4:
+                        add_nibbles(residual, fine_at + 4 * dim * octet, dim, k, full, half)
+                    else:
+                        unpack_octet(residual, fine_at, r, dim, octet, codes)
+                        add_codes(codes, 8 * dim, k, full, half)
                 to = own + (row + 8 * octet) * stride
                 first = max(begin - 8 * octet, 0)
                 if per_channel:
-                    dequantize_k(k, first, dim, steps, low, step, cells, high, out, to, stride)
+                    dequantize_k(fine_steps, first, dim, steps, low, step, cells, high, out, to, stride)
                 else:
                     g = octet * groups // 8
-                    dequantize_v(k, first, dim, steps, low, step, cells, high, out, to, stride, g)
+                    dequantize_v(fine_steps, first, dim, steps, low, step, cells, high, out, to, stride, g)
             at += 8 * dim * a
             fine_at += 8 * dim * r
 
 
 @kernel
 def unpack_octet(data: Any, at: int, width: int, dim: int, octet: int, codes: Any) -> None:
-    """The inverse of `lynxkv.codec.numba_encode.pack_octet`."""
-    if width == 4:
-        unpack_nibbles(data, at + 4 * dim * octet, dim, codes)
-    elif width == 8:
+    """The inverse of `lynxkv.codec.numba_encode.pack_octet`, but for nibbles."""
+    if width == 8:
         start = at + 8 * dim * octet
         for i in range(8 * dim):
             codes[i] = data[start + i]

@@ -1,6 +1,7 @@
 """The steps of decoding a block, as Numba intrinsics on rows of flat arrays."""
 # ruff: noqa: ARG001 - Numba binds the arguments of an intrinsic by name; its typing function need not use them.
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -54,26 +55,27 @@ def prepare(_: Any, cells: Any, at: Any, groups: Any, steps: Any, low: Any, step
 
 
 @intrinsic
-def unpack_nibbles(_: Any, data: Any, at: Any, dim: Any, codes: Any) -> Any:
-    """The inverse of `pack_nibbles`."""
+def set_nibbles(_: Any, data: Any, at: Any, dim: Any, k: Any, shift: Any) -> Any:
+    """``code << shift`` of the 4-bit codes of 8 rows, the inverse of `pack_nibbles`, to ``k``."""
 
     def build(rows: Rows) -> None:
-        b = rows.b
-        at, dim = rows.values[1], rows.values[2]
+        def put(code: Any, to: Any) -> None:
+            wide = _as(rows, code, 3)
+            rows.store(rows.b.shl(wide, rows.number(4, wide.type)), 3, to)
 
-        def pair(t: Any) -> None:
-            even = rows.times(t, rows.times(dim, 2))
+        _nibbles(rows, put)
 
-            def strip(c: Any, lanes: int) -> None:
-                byte = rows.load(0, rows.plus(at, rows.times(t, dim), c), lanes)
-                rows.store(b.and_(byte, constant(byte.type, 15)), 3, rows.plus(even, c))
-                rows.store(b.lshr(byte, constant(byte.type, 4)), 3, rows.plus(even, dim, c))
+    return intrinsic_of(build, data, INDEX, INDEX, k, INDEX)
 
-            rows.strips(dim, CODE_LANES, strip)
 
-        rows.count(0, 4, 1, pair)
+@intrinsic
+def add_nibbles(_: Any, data: Any, at: Any, dim: Any, k: Any, full: Any, half: Any) -> Any:
+    """``k + code - half``, modulo its width, of the 4-bit codes of 8 rows to ``full``."""
 
-    return intrinsic_of(build, data, INDEX, INDEX, codes)
+    def build(rows: Rows) -> None:
+        _nibbles(rows, lambda code, to: _add(rows, code, 3, 4, 5, to))
+
+    return intrinsic_of(build, data, INDEX, INDEX, k, full, INDEX)
 
 
 @intrinsic
@@ -101,22 +103,30 @@ def unpack_planes(_: Any, data: Any, at: Any, width: Any, dim: Any, codes: Any) 
 
 
 @intrinsic
-def join(_: Any, k: Any, size: Any, shift: Any, half: Any, coarse: Any, fine: Any) -> Any:
-    """``(coarse << shift) + fine - half`` to ``k``, modulo its width."""
+def set_codes(_: Any, codes: Any, size: Any, k: Any, shift: Any) -> Any:
+    """``code << shift`` to ``k``."""
 
     def build(rows: Rows) -> None:
-        b = rows.b
-
         def strip(i: Any, lanes: int) -> None:
-            own = ir.VectorType(rows.element(0), lanes)
-            high, low = rows.load(4, i, lanes), rows.load(5, i, lanes)
-            if rows.element(0) != I8:
-                high, low = b.zext(high, own), b.zext(low, own)
-            rows.store(b.sub(b.add(b.shl(high, rows.number(2, own)), low), rows.number(3, own)), 0, i)
+            wide = _as(rows, rows.load(0, i, lanes), 2)
+            rows.store(rows.b.shl(wide, rows.number(3, wide.type)), 2, i)
 
         rows.strips(rows.values[1], CODE_LANES, strip)
 
-    return intrinsic_of(build, k, INDEX, INDEX, INDEX, coarse, fine)
+    return intrinsic_of(build, codes, INDEX, k, INDEX)
+
+
+@intrinsic
+def add_codes(_: Any, codes: Any, size: Any, k: Any, full: Any, half: Any) -> Any:
+    """``k + code - half``, modulo its width, to ``full``."""
+
+    def build(rows: Rows) -> None:
+        def strip(i: Any, lanes: int) -> None:
+            _add(rows, rows.load(0, i, lanes), 2, 3, 4, i)
+
+        rows.strips(rows.values[1], CODE_LANES, strip)
+
+    return intrinsic_of(build, codes, INDEX, k, full, INDEX)
 
 
 @intrinsic
@@ -185,3 +195,33 @@ def _emit(rows: Rows, cell: Any, cells: Any, out: Any, array: int, to: Any) -> N
     if cells.dtype != out.dtype:
         cell = rows.b.bitcast(widen(rows.b, cell, cache_dtype(cells)), shaped(cell.type, I32))
     rows.store(cell, array, to)
+
+
+def _nibbles(rows: Rows, put: Callable[[Any, Any], None]) -> None:
+    """``put(codes, place)`` for the codes of bytes ``[4, dim]`` at argument 1, the inverse of `pack_nibbles`."""
+    b = rows.b
+    at, dim = rows.values[1], rows.values[2]
+
+    def pair(t: Any) -> None:
+        even = rows.times(t, rows.times(dim, 2))
+
+        def strip(c: Any, lanes: int) -> None:
+            byte = rows.load(0, rows.plus(at, rows.times(t, dim), c), lanes)
+            put(b.and_(byte, constant(byte.type, 15)), rows.plus(even, c))
+            put(b.lshr(byte, constant(byte.type, 4)), rows.plus(even, dim, c))
+
+        rows.strips(dim, CODE_LANES, strip)
+
+    rows.count(0, 4, 1, pair)
+
+
+def _as(rows: Rows, code: Any, array: int) -> Any:
+    """Codes as wide as the elements of an array."""
+    element = rows.element(array)
+    return code if element == I8 else rows.b.zext(code, shaped(code.type, element))
+
+
+def _add(rows: Rows, code: Any, k: int, full: int, half: int, to: Any) -> None:
+    wide = _as(rows, code, k)
+    fine = rows.b.sub(wide, rows.number(half, wide.type))
+    rows.store(rows.b.add(rows.load(k, to, code.type.count), fine), full, to)
