@@ -718,6 +718,24 @@ def test_a_bug_in_a_sink_ends_its_transfer_and_no_other():
     run(main())
 
 
+@pytest.mark.parametrize(
+    ("buffer", "message"), [(bytearray(3), "got 3 writable"), (bytes(100), "read-only"), (None, "its sink failed")]
+)
+def test_a_sink_that_gives_a_wrong_buffer_ends_its_transfer(buffer, message):
+    async def main():
+        manifest = make_manifest(128, 1)
+        async with serving() as (server, port), linked(port) as link:
+            server.announce(Lease(manifest, make_data(manifest)).outgoing)
+            sink = Recorder()
+            sink.buffer = lambda *_: memoryview(buffer)
+            await link.pull(Pull(transfer=manifest.transfer), sink)
+            await sink.end.wait()
+            assert isinstance(sink.error, TransferError)
+            assert message in str(sink.error)
+
+    run(main())
+
+
 def test_a_transfer_that_was_admitted_can_be_refused_without_a_pull():
     """Field report 5: decode has the prefix already."""
 

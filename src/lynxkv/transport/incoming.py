@@ -259,8 +259,9 @@ class Incoming:
         if self._over:
             return
         landing = Landing(buffer, ready.digest)
-        if landing.size != ready.size:
-            raise TransferError(f"{self!r}: its sink gave {landing.size} bytes for a segment of {ready.size}")
+        if landing.size != ready.size or buffer.readonly:
+            given = f"{landing.size} {'read-only' if buffer.readonly else 'writable'}"
+            raise TransferError(f"{self!r}: {ready.size} writable bytes expected from its sink, got {given} ones")
         if ready.size:
             self._open[segment.tier] = (ready.segment, landing)
         else:
@@ -308,7 +309,10 @@ class Incoming:
 
     def _finish(self, error: LynxError | None) -> None:
         self._done.set_result(None)
-        self._sink.ended(error)
+        try:
+            self._sink.ended(error)
+        except Exception:
+            log.exception("%r: its sink failed when told of the end; other transfers go on", self)
 
     def _leave(self, event: Reject | Cancel, text: str) -> None:
         if self._over:
