@@ -262,6 +262,8 @@ def test_data_of_an_earlier_attempt_is_dropped_silently():
     ("change", "error", "message"),
     [
         ({"segments": ()}, ProtocolError, "no segment holds"),
+        ({"stop": 64}, ProtocolError, "tokens (0, 128) expected, got (0, 64)"),
+        ({"start": 64}, ProtocolError, "tokens (0, 128) expected, got (64, 128)"),
         ({"generation": 5 << 16}, StaleGeneration, "generation"),
         ({"fingerprint": msgspec.structs.replace(FINGERPRINT, rope="theta=1")}, HandshakeRefused, "fingerprint.rope"),
         ({"transfer": SOME}, StaleGeneration, "manifest of generation"),

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from lynxkv.codec.plan import Segment
 from lynxkv.codec.spec import Tier
 from lynxkv.errors import (
     CorruptData,
@@ -30,7 +31,7 @@ from lynxkv.wire.events import (
     error_of,
 )
 from lynxkv.wire.fingerprint import Fingerprint, compare
-from lynxkv.wire.frames import Header
+from lynxkv.wire.frames import FrameKind, Header
 from lynxkv.wire.handshake import make_generation
 from lynxkv.wire.landing import Landing
 from lynxkv.wire.manifest import Manifest, check_manifest, describe
@@ -186,8 +187,8 @@ class Incoming:
         try:
             if frame.event is not None:
                 self._event(frame.event, frame.header)
-            elif frame.landing is not None:
-                self._data(frame.header, frame.landing)
+            elif frame.landing is not None and self.manifest is not None:
+                self._data(frame.header, frame.landing, self.manifest)
         except LynxError as e:
             self.fail(e)
         except Exception as e:
@@ -196,8 +197,8 @@ class Incoming:
 
     def _is_current(self, header: Header) -> bool:
         """Whether a frame belongs to this life of the producer and this attempt."""
-        if header.generation == self._generation or header.generation == 0:
-            return header.generation != 0 or header.kind.name == "CONTROL"
+        if header.generation == self._generation or (not header.generation and header.kind is FrameKind.CONTROL):
+            return True
         if header.generation >> 16 != self._epoch:
             self.fail(
                 StaleGeneration(
@@ -236,6 +237,9 @@ class Incoming:
                 f"of {manifest.transfer.hex()[:12]}"
             )
         check_manifest(manifest)
+        wanted = manifest.clip(self.pull.start, self.pull.stop)
+        if (manifest.start, manifest.stop) != wanted:
+            raise ProtocolError(f"{self!r}: tokens {wanted} expected, got {(manifest.start, manifest.stop)}")
         if self._fingerprint is not None:
             compare(self._fingerprint, manifest.fingerprint)
         self.manifest = manifest
@@ -267,23 +271,22 @@ class Incoming:
         else:
             self._landed(ready.segment)
 
-    def _data(self, header: Header, landing: Landing) -> None:
+    def _data(self, header: Header, landing: Landing, manifest: Manifest) -> None:
         self.received[header.tier] += header.length
         if landing.corrupt:
-            self._corrupt(header.segment, header.tier)
+            self._corrupt(header.segment, manifest.segments[header.segment])
         elif landing.complete:
             del self._open[header.tier]
             self._landed(header.segment)
 
-    def _corrupt(self, segment: int, tier: Tier) -> None:
-        assert self.manifest is not None
-        name = describe(self.manifest.segments[segment])
-        if segment in self._resent:
+    def _corrupt(self, number: int, segment: Segment) -> None:
+        name = describe(segment)
+        if number in self._resent:
             raise CorruptData(f"{self!r}: {name} arrived corrupt twice; the link or the peer's memory is bad")
         log.warning("%r: %s arrived corrupt; asking for it again", self, name)
-        self._resent.add(segment)
-        del self._open[tier]
-        self._say(Resend(segment))
+        self._resent.add(number)
+        del self._open[segment.tier]
+        self._say(Resend(number))
 
     def _landed(self, segment: int) -> None:
         self._missing.discard(segment)

@@ -373,13 +373,12 @@ class Server:
             parked.connection.send(failed(error), transfer)
 
     def _deliver(self, outgoing: Outgoing, pull: Pull, connection: Connection) -> None:
-        shape = outgoing.manifest.shape
-        stop = shape.stop if pull.stop is None else min(pull.stop, shape.stop)
+        start, stop = outgoing.manifest.clip(pull.start, pull.stop)
         generation = make_generation(self.epoch, pull.attempt)
         manifest = msgspec.structs.replace(
             outgoing.manifest,
             generation=generation,
-            start=min(pull.start, stop),
+            start=start,
             stop=stop,
             ready=len(outgoing.segments) == len(outgoing.manifest.segments),
         )

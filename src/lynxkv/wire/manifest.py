@@ -73,6 +73,11 @@ class Manifest(msgspec.Struct, frozen=True, tag_field="event", tag="manifest"):
             if s.tier in wanted and s.span.start < end and s.span.stop > start and start < end
         )
 
+    def clip(self, start: int, stop: int | None) -> tuple[int, int]:
+        """The part of a pulled token range that the cache has; what ``start`` and ``stop`` must say then."""
+        end = self.shape.stop if stop is None else min(stop, self.shape.stop)
+        return min(start, end), end
+
     def bounds(self, segment: int) -> tuple[int, int]:
         """Least and most bytes of a segment, from the codec's geometry."""
         return segment_bounds(self.shape, self.spec, self.segments[segment])
