@@ -103,7 +103,7 @@ def _buffer(tier: Tier, runs: list[LayerRuns], out: Mapping[Tier, Any] | None) -
     if out is None or tier not in out:
         return np.empty(size, np.uint8)
     given = as_bytes(out[tier])
-    if len(given) < size or not given.flags.writeable or given.ctypes.data % ENTRY.alignment % 8:
+    if len(given) < size or not given.flags.writeable or given.ctypes.data % 8:
         raise SpecError(
             f"out for the {tier.name.lower()}: {size} writable bytes, aligned to 8, expected; got {len(given)}"
         )
