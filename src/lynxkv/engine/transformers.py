@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +11,16 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from lynxkv.codec import CacheShape, Kind, LayerShape
 from lynxkv.engine.cache import Buffers, Layer
 from lynxkv.engine.identity import rope_identity, tokenizer_identity, weights_identity
 from lynxkv.engine.models import resolve
-from lynxkv.errors import EngineError, PromptTooLong, RequestError, UnknownModel, UnsupportedModel
+from lynxkv.errors import EngineError, PromptTooLong, RequestError, UnknownModel
 from lynxkv.speculation.session import Logits
 from lynxkv.wire.fingerprint import Fingerprint
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-@dataclass(frozen=True, slots=True)
-class LayerGeometry:
-    """One layer's cache: heads, widths, and its window (0: all tokens)."""
-
-    kv_heads: int
-    k_dim: int
-    v_dim: int
-    window: int
 
 
 class TransformersSession:
@@ -119,8 +107,7 @@ class TransformersEngine:
         accepted = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
         self._keep_argument = "logits_to_keep" if "logits_to_keep" in accepted else None
-        windows = _windows(self._config)
-        self.layers = self._probe(windows)
+        self.layers = geometry(self.model, self._cache_argument)
         self.context = int(getattr(self._config, "max_position_embeddings", 0) or 1 << 30)
         self.eos = _eos(model)
         self.fingerprint = self._fingerprint()
@@ -249,25 +236,6 @@ class TransformersEngine:
             raise EngineError("this model has no tokenizer: give token ids, or add tokenizer.json to its folder")
         return self.tokenizer
 
-    def _probe(self, windows: list[int]) -> tuple[LayerGeometry, ...]:
-        """Heads and widths as a forward pass of one token leaves them in the cache."""
-        cache = DynamicCache(config=self._config)
-        with torch.inference_mode():
-            self.model(
-                input_ids=torch.zeros((1, 1), dtype=torch.long, device=self.model.device),
-                **{self._cache_argument: cache, "use_cache": True},
-            )
-        geometry = []
-        for i, (layer, window) in enumerate(zip(cache.layers, windows, strict=True)):
-            if layer.keys is None or layer.keys.ndim != 4 or layer.keys.shape[:3] != layer.values.shape[:3]:
-                raise UnsupportedModel(
-                    f"layer {i} of {self._config.model_type} keeps no K and V of its own (shared or latent KV); "
-                    "lynxkv moves caches that are K and V per layer"
-                )
-            _, heads, _, k_dim = layer.keys.shape
-            geometry.append(LayerGeometry(heads, k_dim, layer.values.shape[3], window))
-        return tuple(geometry)
-
     def _fingerprint(self) -> Fingerprint:
         return Fingerprint(
             architecture=str(self._config.model_type),
@@ -280,31 +248,6 @@ class TransformersEngine:
             weights=weights_identity(self.model),
             tokenizer=tokenizer_identity(self.tokenizer),
         )
-
-
-def _windows(config: Any) -> list[int]:
-    """Each layer's window, from the cache transformers itself would build; refuses what is not K and V."""
-    kind = config.model_type
-    if getattr(config, "kv_lora_rank", None):
-        raise UnsupportedModel(f"{kind} uses multi-head latent attention (MLA), which is not supported yet")
-    allowed = {"full_attention", "sliding_attention"}
-    for i, name in enumerate(getattr(config, "layer_types", None) or []):
-        if name not in allowed:
-            raise UnsupportedModel(f"layer {i} of {kind} is {name!r}; only full and sliding attention is supported")
-    layers = DynamicCache(config=config).layers
-    windows = []
-    for i, layer in enumerate(layers):
-        if type(layer) is DynamicSlidingWindowLayer:
-            windows.append(int(layer.sliding_window))
-        elif type(layer) is DynamicLayer:
-            windows.append(0)
-        else:
-            raise UnsupportedModel(
-                f"layer {i} of {kind} keeps a {type(layer).__name__}, which is not K and V per layer"
-            )
-    if len(layers) != config.num_hidden_layers:
-        raise UnsupportedModel(f"{kind} has {config.num_hidden_layers} layers but caches {len(layers)}: shared KV")
-    return windows
 
 
 def _eos(model: Any) -> frozenset[int]:

@@ -1,0 +1,72 @@
+"""Which models have a cache that is K and V per layer, and how wide each layer's is."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from lynxkv.errors import UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """One layer's cache: heads, widths, and its window (0: all tokens)."""
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    window: int
+
+
+def geometry(model: Any, cache_argument: str) -> tuple[LayerGeometry, ...]:
+    """Heads, widths and windows of every layer, as a forward pass of one token leaves them in the cache.
+
+    Raises
+    ------
+    UnsupportedModel
+        The cache is anything but K and V per layer, full or sliding; the message names it.
+    """
+    config = model.config.get_text_config(decoder=True)
+    windows = _windows(config)
+    cache = DynamicCache(config=config)
+    with torch.inference_mode():
+        model(
+            input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device),
+            **{cache_argument: cache, "use_cache": True},
+        )
+    found = []
+    for i, (layer, window) in enumerate(zip(cache.layers, windows, strict=True)):
+        if layer.keys is None or layer.keys.ndim != 4 or layer.keys.shape[:3] != layer.values.shape[:3]:
+            raise UnsupportedModel(
+                f"layer {i} of {config.model_type} keeps no K and V of its own (shared or latent KV); "
+                "lynxkv moves caches that are K and V per layer"
+            )
+        _, heads, _, k_dim = layer.keys.shape
+        found.append(LayerGeometry(heads, k_dim, layer.values.shape[3], window))
+    return tuple(found)
+
+
+def _windows(config: Any) -> list[int]:
+    """Each layer's window, from the cache transformers itself would build; refuses what is not K and V."""
+    kind = config.model_type
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedModel(f"{kind} uses multi-head latent attention (MLA), which is not supported yet")
+    allowed = {"full_attention", "sliding_attention"}
+    for i, name in enumerate(getattr(config, "layer_types", None) or []):
+        if name not in allowed:
+            raise UnsupportedModel(f"layer {i} of {kind} is {name!r}; only full and sliding attention is supported")
+    layers = DynamicCache(config=config).layers
+    windows = []
+    for i, layer in enumerate(layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            windows.append(int(layer.sliding_window))
+        elif type(layer) is DynamicLayer:
+            windows.append(0)
+        else:
+            raise UnsupportedModel(
+                f"layer {i} of {kind} keeps a {type(layer).__name__}, which is not K and V per layer"
+            )
+    if len(layers) != config.num_hidden_layers:
+        raise UnsupportedModel(f"{kind} has {config.num_hidden_layers} layers but caches {len(layers)}: shared KV")
+    return windows
