@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lynxkv.codec import CacheShape, Kind, LayerShape
 from lynxkv.engine.cache import Buffers, Layer
+from lynxkv.engine.geometry import geometry
 from lynxkv.engine.identity import rope_identity, tokenizer_identity, weights_identity
 from lynxkv.engine.models import resolve
 from lynxkv.errors import EngineError, PromptTooLong, RequestError, UnknownModel
