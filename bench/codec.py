@@ -1,10 +1,10 @@
 """How fast the codec is on one core, as a part of the speed of `memcpy`.
 
-Method. A BF16 cache of ``--megabytes`` of K and as much V (8 KV heads, 4+4 bits, 32k tokens) is cut by `plan` and taken through
-`encode` (NaN check and checksums included), `decode` of the anchor and `decode` of anchor and residual, segment by segment
-and into buffers that exist. In every round each of these is timed once, between two copies of the same BF16 bytes;
-its ratio is (time of a copy) / (its own time), the copy's time being the mean of the two. The median over rounds counts.
-"combined" puts K and V together. The bars are for the least of K, V and combined, at head_dim 64 and 128.
+Method. A BF16 cache of ``--megabytes`` of K and as much V (8 KV heads, 4+4 bits, 32k tokens) is cut by `plan` and goes
+through `encode` (NaN check and checksums included), `decode` of the anchor, and `decode` of anchor and residual, segment
+by segment and into buffers that exist. In every round each of these is timed once, between two copies of the same BF16
+bytes; its ratio is (time of a copy) / (its own time), the copy's time being the mean of the two. The median over rounds
+counts. "combined" puts K and V together. The bars are for the least of K, V and combined, at head_dim 64 and 128.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def make_layer(dim: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
     return (x.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
-def measure(kind: Kind, dim: int, megabytes: int, rounds: int) -> dict[str, dict[str, float]]:
+def measure(kind: Kind, dim: int, megabytes: int, rounds: int, tokens: int) -> dict[str, dict[str, float]]:
     """Seconds and ratio of each operation over one tensor kind."""
     layer_bytes = HEADS * TOKENS * dim * 2
     count = -(-megabytes * 1_000_000 // layer_bytes)
@@ -56,7 +56,7 @@ def measure(kind: Kind, dim: int, megabytes: int, rounds: int) -> dict[str, dict
     source = np.stack([make_layer(dim, 17 * i + kind) for i in range(count)])
     target = np.empty_like(source)
     target[:] = 0
-    spans = [s.span for s in plan(shape, spec) if s.tier is Tier.ANCHOR and s.span.kind is kind]
+    spans = [s.span for s in plan(shape, spec, segment_tokens=tokens) if s.tier is Tier.ANCHOR and s.span.kind is kind]
     room = {
         span: {
             tier: np.zeros(segment_bounds(shape, spec, Segment(tier, span))[0], np.uint8)
@@ -120,13 +120,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=268, help="BF16 bytes of each tensor kind")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--segment-tokens", type=int, default=512, help="as in plan()")
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--json", action="store_true", help="print one object")
     options = parser.parse_args()
 
     figures: list[dict[str, Any]] = []
     for dim in options.dims:
-        kinds = {kind.name: measure(kind, dim, options.megabytes, options.rounds) for kind in Kind}
+        kinds = {
+            kind.name: measure(kind, dim, options.megabytes, options.rounds, options.segment_tokens) for kind in Kind
+        }
         copy = sum(k["memcpy"]["seconds"] for k in kinds.values())
         row: dict[str, Any] = {"head_dim": dim, **{name: kinds[name] for name in kinds}}
         row["combined"] = {name: copy / sum(k[name]["seconds"] for k in kinds.values()) for name in BARS}

@@ -4,12 +4,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 
 from lynxkv.codec.cells import FLAG
 from lynxkv.codec.numba_lanes import F32, I8, I32, constant, dequantized, narrow, shaped, widen
 from lynxkv.codec.numba_rows import CODE_LANES, FLAGGED, INDEX, LANES, Rows, cache_dtype, intrinsic, intrinsic_of
-
 
 AHEAD = 16
 """How many rows before it is written a row's cache lines are asked for."""
@@ -32,7 +31,7 @@ def copy_row(_: Any, cells: Any, at: Any, dim: Any, out: Any, to: Any) -> Any:
 
 @intrinsic
 def prepare(_: Any, cells: Any, at: Any, groups: Any, steps: Any, low: Any, step: Any, status: Any) -> Any:
-    """Min and step of a block's groups, whose metadata is at ``at``; FLAGGED joins the lanes of ``status`` if one is."""
+    """Min and step of a block's groups, whose metadata is at ``at``; FLAGGED joins ``status`` if one is."""
     dtype = cache_dtype(cells)
 
     def build(rows: Rows) -> None:
@@ -134,7 +133,7 @@ def dequantize_k(
     _: Any, k: Any, first: Any, dim: Any, steps: Any, low: Any, step: Any, cells: Any, high: Any, out: Any, to: Any,
     stride: Any,
 ) -> Any:  # fmt: skip
-    """Values of rows ``[first, 8)`` of fine steps ``k`` whose groups are channels; their maxima are ``cells[high …]``."""
+    """Values of rows ``[first, 8)`` of fine steps ``k`` whose groups are channels; maxima are ``cells[high …]``."""
 
     def build(rows: Rows) -> None:
         first, dim, high, to, stride = (rows.values[i] for i in (1, 2, 7, 9, 10))
@@ -159,7 +158,7 @@ def dequantize_v(
     _: Any, k: Any, first: Any, dim: Any, steps: Any, low: Any, step: Any, cells: Any, high: Any, out: Any, to: Any,
     stride: Any, g: Any,
 ) -> Any:  # fmt: skip
-    """Values of rows ``[first, 8)`` of fine steps ``k`` whose groups are 64 channels of a token; row 0's start at ``g``."""
+    """Values of rows ``[first, 8)`` of fine steps ``k`` whose groups, row 0's at ``g``, are 64 channels of a token."""
 
     def build(rows: Rows) -> None:
         first, dim, high, to, stride, g = (rows.values[i] for i in (1, 2, 7, 9, 10, 11))

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 
 from lynxkv.codec.cells import FLAG
 from lynxkv.codec.numba_lanes import (
@@ -142,8 +142,8 @@ def extremes_v(_: Any, src: Any, at: Any, dim: Any, low: Any, high: Any, g: Any)
 
 @intrinsic
 def settle(
-    _: Any, low: Any, high: Any, groups: Any, steps: Any, half: Any, cells: Any, to: Any, base: Any, step: Any, less: Any,
-    status: Any,
+    _: Any, low: Any, high: Any, groups: Any, steps: Any, half: Any, cells: Any, to: Any, base: Any, step: Any,
+    less: Any, status: Any,
 ) -> Any:  # fmt: skip
     """Write a block's metadata, and what `quantize_k` and `quantize_v` need of each group.
 
@@ -217,7 +217,7 @@ def quantize_k(_: Any, src: Any, at: Any, stride: Any, dim: Any, base: Any, step
 def quantize_v(
     _: Any, src: Any, at: Any, stride: Any, dim: Any, base: Any, step: Any, less: Any, k: Any, g: Any
 ) -> Any:
-    """Fine steps plus half a coarse one, ``[8, dim]``, of 8 rows whose groups, from ``g``, are 64 channels of a token."""
+    """Fine steps plus half a coarse one, of 8 rows whose groups, from ``g``, are 64 channels of a token."""
     dtype = cache_dtype(src)
 
     def build(rows: Rows) -> None:

@@ -3,14 +3,14 @@
 LLVM's own vectorizer checks at every short loop whether arrays overlap, which costs more than the loop; here loops run
 over explicit vectors instead. Indices are in elements and are not checked.
 
-Inside kernels a bfloat16 is uint16, a float16 is int16 and a float32 is float32, so that the array's type alone says how
-to widen and narrow.
+Inside kernels a bfloat16 is uint16, a float16 is int16 and a float32 is float32, so that the array's type alone says
+how to widen and narrow.
 """
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.core.cgutils import alloca_once_value, create_struct_proxy
 from numba.extending import intrinsic as numba_intrinsic
@@ -35,9 +35,9 @@ _WORD = ir.IntType(64)
 _BITS = {8: I8, 16: I16, 32: I32}
 
 
-def intrinsic(function: F) -> F:
-    """A Numba intrinsic, typed as the function it is made of."""
-    made: F = numba_intrinsic(function)
+def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A Numba intrinsic; kernels call it without the typing context."""
+    made: Callable[..., Any] = numba_intrinsic(function)
     return made
 
 
@@ -142,7 +142,7 @@ class Rows:
         b.position_at_end(end)
 
     def strips(self, size: Any, lanes: int, body: Callable[[Any, int], None]) -> None:
-        """Cover ``[0, size)`` with ``body(start, lanes)``: whole vectors, the last one overlapping; single ones if shorter.
+        """Cover ``[0, size)`` with ``body(start, lanes)``: vectors, the last one overlapping; single ones if shorter.
 
         ``body`` must give the same when it does an element twice.
         """

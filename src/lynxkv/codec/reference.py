@@ -86,7 +86,7 @@ def pack(codes: NDArray[np.uint8], width: int) -> NDArray[np.uint8]:
     """Codes ``[blocks, 64, dim]`` of ``width`` bits as bytes ``[blocks, 8 * width * dim]``.
 
     4 bits: byte ``[t / 2, c]`` has the even token's code in its low half and the odd one's in its high half.
-    8 bits: byte ``[t, c]``. Any other width: bit-planes ``[p, t / 8, c]``, where bit ``t % 8`` is bit ``p`` of the code.
+    8 bits: byte ``[t, c]``. Other widths: bit-planes ``[p, t / 8, c]``, where bit ``t % 8`` is bit ``p`` of the code.
     """
     blocks, _, dim = codes.shape
     if width == 4:
@@ -107,7 +107,8 @@ def unpack(data: NDArray[np.uint8], width: int, dim: int) -> NDArray[np.uint8]:
         return np.concatenate([halves & np.uint8(15), halves >> np.uint8(4)], axis=2).reshape(blocks, BLOCK, dim)
     planes = np.unpackbits(data.reshape(blocks, width, BLOCK // 8, dim), axis=2, bitorder="little")
     codes = planes << np.arange(width, dtype=np.uint8)[None, :, None, None]
-    return np.bitwise_or.reduce(codes, axis=1)
+    result: NDArray[np.uint8] = np.bitwise_or.reduce(codes, axis=1)
+    return result
 
 
 def _encode_blocks(
@@ -165,7 +166,7 @@ def flagged_elements(run: Run, flag: NDArray[np.bool_]) -> NDArray[np.bool_]:
 def _extremes(run: Run, coded: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Each group's min and max ``[blocks, groups]`` in the order -0 < +0; zero where a group has no element."""
     bits = bit_pattern(coded)
-    signed = bits.view(np.int16 if bits.itemsize == 2 else np.int32)
+    signed: NDArray[Any] = bits.view(np.int16 if bits.itemsize == 2 else np.int32)
     width = 8 * bits.itemsize - 1
     # Flipping the magnitude of negatives makes integer order the order of the numbers; it is its own inverse.
     key = signed ^ ((signed >> width) & ((1 << width) - 1))

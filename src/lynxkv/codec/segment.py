@@ -32,12 +32,12 @@ def run_seed(tier: Tier, layer: int, run: Run) -> int:
     return (run.rows.start << 32) + (layer << 16) + (run.kind << 2) + tier
 
 
-def run_digests(tier: Tier, layer_run: LayerRuns, data: memoryview, edges: list[int]) -> list[int]:
+def run_digests(tier: Tier, layer_run: LayerRuns, data: NDArray[np.uint8], edges: list[int]) -> list[int]:
     """The xxh3_64 of each head's run, where ``edges`` are their starts and the end of the last."""
     layer, heads, run = layer_run
-    seed = run_seed(tier, layer, run)
+    seed, view = run_seed(tier, layer, run), data.data
     return [
-        xxhash.xxh3_64_intdigest(data[edges[head] : edges[head + 1]], (seed + 8 * head) & _WORD)
+        xxhash.xxh3_64_intdigest(view[edges[head] : edges[head + 1]], (seed + 8 * head) & _WORD)
         for head in range(heads)
     ]
 
@@ -48,10 +48,9 @@ def write_directory(tier: Tier, runs: list[LayerRuns], data: NDArray[np.uint8], 
     if sizes is None:
         sizes = [size for _, heads, run in runs for size in [run.size(tier)] * heads]
     edges = list(accumulate(sizes, initial=count * ENTRY.itemsize))
-    view = memoryview(data)
     digests: list[int] = []
     for layer_run in runs:
-        digests += run_digests(tier, layer_run, view, edges[len(digests) :])
+        digests += run_digests(tier, layer_run, data, edges[len(digests) :])
     entries = directory(data, count)
     entries["size"] = sizes
     entries["digest"] = digests
@@ -80,8 +79,8 @@ def locate(tier: Tier, runs: list[LayerRuns], data: NDArray[np.uint8]) -> list[i
             start += size
             if start > len(data):
                 raise CorruptData(
-                    f"{name(tier, run, layer, head)}: {size} bytes expected, {len(data) - edges[-1]} are there; ask for "
-                    "the segment again"
+                    f"{name(tier, run, layer, head)}: {size} bytes expected, {len(data) - edges[-1]} are there; "
+                    "ask for the segment again"
                 )
             edges.append(start)
     if start != len(data):
@@ -123,11 +122,10 @@ def check(shape: CacheShape, spec: CodecSpec, segment: Segment, data: Any) -> No
     runs = list(layer_runs(shape, spec, segment.span))
     edges = locate(segment.tier, runs, flat)
     stored: list[int] = directory(flat, runs_in(runs))["digest"].tolist()
-    view = memoryview(flat)
     at = 0
     for layer_run in runs:
         layer, heads, run = layer_run
-        found = run_digests(segment.tier, layer_run, view, edges[at:])
+        found = run_digests(segment.tier, layer_run, flat, edges[at:])
         for head in range(heads):
             if found[head] != stored[at + head]:
                 raise CorruptData(f"{name(segment.tier, run, layer, head)}: wrong checksum; ask for the segment again")
