@@ -105,18 +105,24 @@ class Arrivals:
 
     # Called by the decoding thread.
 
-    def wait_first(self, until: float) -> FirstToken:
-        """Token 1; the transfer's error if it ended before."""
+    @property
+    def token(self) -> FirstToken | None:
+        """Token 1, once it is here."""
         with self._changed:
-            self._wait(lambda: self._first is not None, until, "token 1")
-            assert self._first is not None
             return self._first
 
-    def take(self, until: float | None = None) -> list[tuple[int, Buffer]]:
-        """Segments that landed since the last call, now the caller's; with ``until``, waits for at least one."""
+    def take(self, until: float | None = None, *, or_token: bool = False) -> list[tuple[int, Buffer]]:
+        """Segments that landed since the last call, now the caller's.
+
+        With ``until``, waits for at least one; with ``or_token``, for that or for token 1. The transfer's error is
+        raised once nothing that landed before it is left.
+        """
         with self._changed:
-            if until is not None or (self._error is not None and not self._landed):
-                self._wait(lambda: bool(self._landed), until or 0.0, "a segment")
+            if until is not None:
+                what = "token 1" if or_token else "a segment"
+                self._wait(lambda: bool(self._landed) or (or_token and self._first is not None), until, what)
+            elif self._error is not None and not self._landed:
+                raise self._error
             taken = [(segment, self._buffers.pop(segment)) for segment in self._landed]
             self._landed.clear()
             return taken

@@ -103,9 +103,10 @@ class PulledRefinement:
         return self._arrivals.held_bytes + (self._writer.held_bytes if self._writer else 0)
 
     def first(self) -> Draw:
-        """Token 1 of the prefill node."""
+        """Token 1 of the prefill node; meanwhile, segments are written as they land."""
         try:
-            event = self._arrivals.wait_first(self._until)
+            while (event := self._arrivals.token) is None:
+                self._write(block=True, or_token=True)
         except LOSS as error:
             return self._lost(error)
         return Draw(event.token, event.logprob, tuple(event.top_logprobs))
@@ -135,10 +136,10 @@ class PulledRefinement:
             self._writer = SpanWriter(self._session, manifest.shape, manifest.spec, manifest.segments)
         return self._writer
 
-    def _write(self, block: bool) -> bool:
-        """Whether anything was written."""
+    def _write(self, block: bool, *, or_token: bool = False) -> bool:
+        """Write what has landed; whether that was anything."""
         writer = self._writing()
-        taken = self._arrivals.take(self._until if block else None)
+        taken = self._arrivals.take(self._until if block else None, or_token=or_token)
         for index, buffer in taken:
             writer.put(index, buffer)
         if taken and writer.complete:
