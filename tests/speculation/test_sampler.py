@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lynxkv.errors import RequestError
+from lynxkv.errors import NotFinite, RequestError
 from lynxkv.speculation import Sampler, SamplingParams, gumbel
 
 
@@ -105,6 +105,13 @@ def test_logprobs_are_of_the_raw_logits_whatever_the_temperature():
 def test_values_out_of_range_are_refused_by_name(bad):
     with pytest.raises(RequestError, match=next(iter(bad)).split("_")[0]):
         SamplingParams(**bad)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_logits_that_are_not_finite_are_an_error_and_never_a_token(bad, temperature):
+    with pytest.raises(NotFinite, match="position 2"):
+        Sampler(SamplingParams(temperature=temperature, seed=1), [], ()).draw(_logits([0, bad, 1]), [0, 0])
 
 
 def test_an_unseeded_request_gets_a_seed_and_a_seeded_one_keeps_its_own():

@@ -63,20 +63,29 @@ class PrefillNode:
         self._max_queue = max_queue
         self._jobs: dict[bytes, Entry] = {}
         self._held: dict[bytes, Outgoing] = {}
+        self._sweep: asyncio.TimerHandle | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="prefill")
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Listen; the address bound (port 0: any free one)."""
         self._loop = asyncio.get_running_loop()
         await self._loop.run_in_executor(self._worker, warm, self.engine, CodecSpec())
+        self._expire()
         return await self.server.start(host, port)
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Finish running transfers within ``drain_s`` seconds, then end everything."""
         if drain_s > 0:
             await self.server.drain(drain_s)
+        if self._sweep is not None:
+            self._sweep.cancel()
         self.server.close()
         await self._loop.run_in_executor(None, lambda: self._worker.shutdown(cancel_futures=True))
+
+    def _expire(self) -> None:
+        """Free what nobody reads and whose time is over, whether or not anybody asks for room."""
+        self.store.expire()
+        self._sweep = self._loop.call_later(min(10.0, self.store.ttl_s / 4 + 0.01), self._expire)
 
     async def _admit(self, admit: Admit, _: Hello) -> None:
         tokens = tokens_from_bytes(admit.tokens)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lynxkv.errors import RequestError
+from lynxkv.errors import NotFinite, RequestError
 from lynxkv.speculation.params import SamplingParams
 from lynxkv.speculation.session import Logits
 
@@ -69,6 +69,11 @@ class Sampler:
         logits : float32 ``[vocab]``
         history : sequence of int
             Answer tokens before this one: verified tokens, then drafts.
+
+        Raises
+        ------
+        NotFinite
+            The logits hold NaN or infinity where the largest is looked for.
         """
         scores = self._shape(logits, history) if self._shaped else logits
         if self.params.temperature == 0:
@@ -77,6 +82,11 @@ class Sampler:
             kept = self._filter(scores.astype(np.float64) / self.params.temperature)
             noise = gumbel(self.params.seed or 0, self.params.sample, len(history), len(kept))
             token = int(np.argmax(kept + noise))
+        if not np.isfinite(scores[token]):  # the largest of scores with a NaN in them is that NaN
+            raise NotFinite(
+                f"output position {len(history)}: finite logits expected, got {scores[token]}: the model overflowed, "
+                "or logit_bias and min_tokens leave no token to draw"
+            )
         return self._with_logprobs(token, logits)
 
     def _shape(self, logits: Logits, history: Sequence[int]) -> Logits:
