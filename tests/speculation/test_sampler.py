@@ -21,6 +21,11 @@ def test_noise_is_a_function_of_seed_sample_position_and_token_and_never_changes
     )
 
 
+def test_every_bit_of_a_large_seed_counts():
+    top = (1 << 64) - 1
+    assert not np.any(gumbel(top, 0, 0, 8) == gumbel(top - 1, 0, 0, 8))
+
+
 def test_draws_follow_the_tempered_distribution():
     logits = _logits([0.0, 1.0, 2.0, -1.0])
     p = np.exp(logits / 0.7)

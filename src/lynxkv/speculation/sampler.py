@@ -29,7 +29,8 @@ def gumbel(seed: int, sample: int, position: int, vocab: int) -> NDArray[np.floa
 
     A word gives ``u = (word >> 11 + 0.5) / 2^53`` and the noise is ``-log(-log u)``.
     """
-    words = np.random.Philox(key=[seed, sample], counter=[0, position, 0, 0]).random_raw(vocab)
+    key = np.array([seed, sample], dtype=np.uint64)  # a list would pass large seeds through float64
+    words = np.random.Philox(key=key, counter=[0, position, 0, 0]).random_raw(vocab)
     u = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     return np.asarray(-np.log(-np.log(u)))
 
