@@ -5,17 +5,20 @@ from typing import Any
 import numpy as np
 
 from lynxkv.codec.numba_decode_rows import (
+    INEXACT,
     add_codes,
     add_nibbles,
     copy_row,
     dequantize_k,
+    dequantize_k_exact,
     dequantize_v,
+    dequantize_v_exact,
     prepare,
     set_codes,
     set_nibbles,
     unpack_planes,
 )
-from lynxkv.codec.numba_rows import LANES, kernel
+from lynxkv.codec.numba_rows import FLAGGED, LANES, kernel
 
 
 @kernel
@@ -82,8 +85,9 @@ def decode_heads(
             seen = 0
             for lane in range(LANES):
                 seen |= status[lane]
-            if seen:
-                status[:] = 0
+                status[lane] = 0
+            exact = not seen & INEXACT
+            if seen & FLAGGED:
                 flagged[h] += flagged_elements(patterns, at // itemsize, groups, dim, per_channel, void, flag)
             at += 2 * groups * itemsize
             begin = max(skip - row, void)
@@ -103,10 +107,14 @@ def decode_heads(
                         add_codes(codes, 8 * dim, k, full, half)
                 to = own + (row + 8 * octet) * stride
                 first = max(begin - 8 * octet, 0)
-                if per_channel:
+                g = octet * groups // 8
+                if per_channel and exact:
+                    dequantize_k_exact(fine_steps, first, dim, steps, low, step, cells, high, out, to, stride)
+                elif per_channel:
                     dequantize_k(fine_steps, first, dim, steps, low, step, cells, high, out, to, stride)
+                elif exact:
+                    dequantize_v_exact(fine_steps, first, dim, steps, low, step, cells, high, out, to, stride, g)
                 else:
-                    g = octet * groups // 8
                     dequantize_v(fine_steps, first, dim, steps, low, step, cells, high, out, to, stride, g)
             at += 8 * dim * a
             fine_at += 8 * dim * r

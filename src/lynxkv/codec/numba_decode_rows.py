@@ -10,6 +10,9 @@ from lynxkv.codec.cells import FLAG
 from lynxkv.codec.numba_lanes import F32, I8, I32, constant, dequantized, narrow, shaped, widen
 from lynxkv.codec.numba_rows import CODE_LANES, FLAGGED, INDEX, LANES, Rows, cache_dtype, intrinsic, intrinsic_of
 
+INEXACT = 4
+"""In a status: the last step of some group does not come out as its max by itself, but must be set to it."""
+
 AHEAD = 16
 """How many rows before it is written a row's cache lines are asked for."""
 
@@ -31,7 +34,7 @@ def copy_row(_: Any, cells: Any, at: Any, dim: Any, out: Any, to: Any) -> Any:
 
 @intrinsic
 def prepare(_: Any, cells: Any, at: Any, groups: Any, steps: Any, low: Any, step: Any, status: Any) -> Any:
-    """Min and step of a block's groups, whose metadata is at ``at``; FLAGGED joins ``status`` if one is."""
+    """Min and step of a block's groups, whose metadata is at ``at``; FLAGGED, INEXACT join ``status``."""
     dtype = cache_dtype(cells)
 
     def build(rows: Rows) -> None:
@@ -42,10 +45,17 @@ def prepare(_: Any, cells: Any, at: Any, groups: Any, steps: Any, low: Any, step
             low, high = rows.load(0, rows.plus(at, g), lanes), rows.load(0, rows.plus(at, groups, g), lanes)
             lowest, highest = widen(b, low, dtype), widen(b, high, dtype)
             whole = shaped(low.type, I32)
+            steps = b.sitofp(rows.number(3, whole), lowest.type)
+            step = b.fdiv(b.fsub(highest, lowest), steps)
             rows.store(lowest, 4, g)
-            rows.store(b.fdiv(b.fsub(highest, lowest), b.sitofp(rows.number(3, whole), lowest.type)), 5, g)
+            rows.store(step, 5, g)
+            none = constant(whole, 0)
             flagged = b.icmp_signed("==", low, constant(low.type, FLAG[dtype]))
-            seen = b.select(flagged, constant(whole, FLAGGED), constant(whole, 0))
+            last = narrow(b, b.fadd(lowest, b.fmul(steps, step)), dtype)
+            seen = b.or_(
+                b.select(flagged, constant(whole, FLAGGED), none),
+                b.select(b.icmp_signed("==", last, high), none, constant(whole, INEXACT)),
+            )
             rows.store(b.or_(seen, rows.load(6, rows.plus(0), lanes)), 6, rows.plus(0))
 
         rows.strips(groups, LANES, strip)
@@ -128,64 +138,76 @@ def add_codes(_: Any, codes: Any, size: Any, k: Any, full: Any, half: Any) -> An
     return intrinsic_of(build, codes, INDEX, k, full, INDEX)
 
 
-@intrinsic
-def dequantize_k(
-    _: Any, k: Any, first: Any, dim: Any, steps: Any, low: Any, step: Any, cells: Any, high: Any, out: Any, to: Any,
-    stride: Any,
-) -> Any:  # fmt: skip
-    """Values of rows ``[first, 8)`` of fine steps ``k`` whose groups are channels; maxima are ``cells[high …]``."""
+def _dequantize_k(exact: bool) -> Any:
+    @intrinsic
+    def dequantize(
+        _: Any, k: Any, first: Any, dim: Any, steps: Any, low: Any, step: Any, cells: Any, high: Any, out: Any, to: Any,
+        stride: Any,
+    ) -> Any:  # fmt: skip
+        """Values of rows ``[first, 8)`` of fine steps ``k`` whose groups are channels; maxima are ``cells[high …]``."""
 
-    def build(rows: Rows) -> None:
-        first, dim, high, to, stride = (rows.values[i] for i in (1, 2, 7, 9, 10))
+        def build(rows: Rows) -> None:
+            first, dim, high, to, stride = (rows.values[i] for i in (1, 2, 7, 9, 10))
 
-        def token(t: Any) -> None:
-            def strip(c: Any, lanes: int) -> None:
-                low, step = rows.load_real(4, c, lanes), rows.load_real(5, c, lanes)
-                most = rows.load(6, rows.plus(high, c), lanes)
-                at, own = rows.plus(rows.times(t, dim), c), rows.plus(to, rows.times(t, stride), c)
-                rows.prefetch(8, rows.plus(own, rows.times(stride, AHEAD)), write=True)
-                _emit(rows, _cell(rows, at, low, step, most, cells), cells, out, 8, own)
+            def token(t: Any) -> None:
+                def strip(c: Any, lanes: int) -> None:
+                    low, step = rows.load_real(4, c, lanes), rows.load_real(5, c, lanes)
+                    most = None if exact else rows.load(6, rows.plus(high, c), lanes)
+                    at, own = rows.plus(rows.times(t, dim), c), rows.plus(to, rows.times(t, stride), c)
+                    rows.prefetch(8, rows.plus(own, rows.times(stride, AHEAD)), write=True)
+                    _emit(rows, _cell(rows, at, low, step, most, cells), cells, out, 8, own)
 
-            rows.strips(dim, 2 * LANES, strip)
+                rows.strips(dim, 2 * LANES, strip)
 
-        rows.count(first, 8, 1, token)
+            rows.count(first, 8, 1, token)
 
-    return intrinsic_of(build, k, INDEX, INDEX, INDEX, low, step, cells, INDEX, out, INDEX, INDEX)
+        return intrinsic_of(build, k, INDEX, INDEX, INDEX, low, step, cells, INDEX, out, INDEX, INDEX)
+
+    return dequantize
 
 
-@intrinsic
-def dequantize_v(
-    _: Any, k: Any, first: Any, dim: Any, steps: Any, low: Any, step: Any, cells: Any, high: Any, out: Any, to: Any,
-    stride: Any, g: Any,
-) -> Any:  # fmt: skip
-    """Values of rows ``[first, 8)`` of fine steps ``k`` whose groups, row 0's at ``g``, are 64 channels of a token."""
+def _dequantize_v(exact: bool) -> Any:
+    @intrinsic
+    def dequantize(
+        _: Any, k: Any, first: Any, dim: Any, steps: Any, low: Any, step: Any, cells: Any, high: Any, out: Any, to: Any,
+        stride: Any, g: Any,
+    ) -> Any:  # fmt: skip
+        """Values of rows ``[first, 8)`` of ``k`` whose groups, row 0's at ``g``, are 64 channels of a token."""
 
-    def build(rows: Rows) -> None:
-        first, dim, high, to, stride, g = (rows.values[i] for i in (1, 2, 7, 9, 10, 11))
-        per_token = rows.b.sdiv(rows.plus(dim, 63), ir.IntType(64)(64))
+        def build(rows: Rows) -> None:
+            first, dim, high, to, stride, g = (rows.values[i] for i in (1, 2, 7, 9, 10, 11))
+            per_token = rows.b.sdiv(rows.plus(dim, 63), ir.IntType(64)(64))
 
-        def token(t: Any) -> None:
-            def part(c: Any, group: Any, lanes: int) -> None:
-                slot = rows.plus(g, rows.times(t, per_token), group)
-                low, step = (rows.spread(i, slot, F32, lanes) for i in (4, 5))
-                most = rows.spread(6, rows.plus(high, slot), rows.element(6), lanes)
-                at, own = rows.plus(rows.times(t, dim), c), rows.plus(to, rows.times(t, stride), c)
-                ahead = rows.plus(own, rows.times(stride, AHEAD))
-                for line in range(0, lanes, 32):
-                    rows.prefetch(8, rows.plus(ahead, line), write=True)
-                _emit(rows, _cell(rows, at, low, step, most, cells), cells, out, 8, own)
+            def token(t: Any) -> None:
+                def part(c: Any, group: Any, lanes: int) -> None:
+                    slot = rows.plus(g, rows.times(t, per_token), group)
+                    low, step = (rows.spread(i, slot, F32, lanes) for i in (4, 5))
+                    most = None if exact else rows.spread(6, rows.plus(high, slot), rows.element(6), lanes)
+                    at, own = rows.plus(rows.times(t, dim), c), rows.plus(to, rows.times(t, stride), c)
+                    ahead = rows.plus(own, rows.times(stride, AHEAD))
+                    for line in range(0, lanes, 32):
+                        rows.prefetch(8, rows.plus(ahead, line), write=True)
+                    _emit(rows, _cell(rows, at, low, step, most, cells), cells, out, 8, own)
 
-            rows.groups(dim, part)
+                rows.groups(dim, part)
 
-        rows.count(first, 8, 1, token)
+            rows.count(first, 8, 1, token)
 
-    return intrinsic_of(build, k, INDEX, INDEX, INDEX, low, step, cells, INDEX, out, INDEX, INDEX, INDEX)
+        return intrinsic_of(build, k, INDEX, INDEX, INDEX, low, step, cells, INDEX, out, INDEX, INDEX, INDEX)
+
+    return dequantize
+
+
+dequantize_k, dequantize_k_exact = _dequantize_k(False), _dequantize_k(True)
+dequantize_v, dequantize_v_exact = _dequantize_v(False), _dequantize_v(True)
 
 
 def _cell(rows: Rows, at: Any, low: Any, step: Any, high: Any, cells: Any) -> Any:
-    """Cells of the fine steps ``k[at]``: at the last step the group's max, which is exact."""
+    """Cells of the fine steps ``k[at]``; at the last step the group's max, unless that is what comes out anyway."""
     k = rows.load(0, at, low.type.count)
     rounded = narrow(rows.b, dequantized(rows.b, k, low, step), cache_dtype(cells))
+    if high is None:
+        return rounded
     return rows.b.select(rows.b.icmp_signed("==", k, rows.number(3, k.type)), high, rounded)
 
 
