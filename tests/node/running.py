@@ -1,13 +1,18 @@
 """A prefill node on a loop of its own thread, for tests that decode on theirs."""
 
 import asyncio
+import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvloop
 
+from lynxkv.codec import CodecSpec
+from lynxkv.errors import LynxError
+from lynxkv.node.admission import tokens_to_bytes
 from lynxkv.node.prefill import PrefillNode
+from lynxkv.wire import Admit
 
 
 class Running:
@@ -23,6 +28,22 @@ class Running:
             return function(*args)
 
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(30)
+
+    def until(self, condition, seconds: float = 30.0) -> None:
+        """Let the node's loop run until ``condition()`` holds."""
+
+        async def wait():
+            async with asyncio.timeout(seconds):
+                while not condition():
+                    await asyncio.sleep(0.002)
+
+        asyncio.run_coroutine_threadsafe(wait(), self.loop).result(seconds + 10)
+
+    def admit(self, tokens, spec: CodecSpec | None = None) -> bytes:
+        """Admit a transfer that nobody will pull; its id."""
+        admit = Admit(transfer=secrets.token_bytes(16), tokens=tokens_to_bytes(tokens), spec=spec or CodecSpec())
+        asyncio.run_coroutine_threadsafe(self.node._admit(admit, self.node.server.hello), self.loop).result(30)
+        return admit.transfer
 
     def idle(self) -> bool:
         """Wait until nothing is held; False after 10 s."""
@@ -68,3 +89,27 @@ def finish(generation):
             events.append(next(generation))
         except StopIteration as stop:
             return events, stop.value
+
+
+class Asked(threading.Thread):
+    """A generation that runs to its end on a thread of its own."""
+
+    def __init__(self, generation) -> None:
+        super().__init__(daemon=True)
+        self._generation = generation
+        self._outcome, self._error = None, None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            _, self._outcome = finish(self._generation)
+        except LynxError as error:
+            self._error = error
+
+    def outcome(self):
+        """What came of it; its error is raised."""
+        self.join(60)
+        assert not self.is_alive(), "the generation hangs"
+        if self._error is not None:
+            raise self._error
+        return self._outcome

@@ -1,8 +1,8 @@
 """The demo's decode process: a plan on standard input, what happens as JSON lines on standard output."""
 
-import _thread
 import contextlib
 import json
+import signal
 import sys
 import threading
 from dataclasses import replace
@@ -116,7 +116,8 @@ def _end_with_input(finished: threading.Event) -> None:
         with contextlib.suppress(ValueError):
             sys.stdin.read()
         if not finished.is_set():
-            _thread.interrupt_main()
+            # A signal, unlike _thread.interrupt_main(), ends a wait for a lock too.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     threading.Thread(target=watch, daemon=True).start()
 

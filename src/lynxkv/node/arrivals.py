@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lynxkv.codec import CacheShape, CodecSpec, Tier
+from lynxkv.codec import BLOCK, CacheShape, CodecSpec, Tier
 from lynxkv.errors import DeadlineExceeded, LynxError, ProtocolError
 from lynxkv.node.spans import CHUNK, Buffer
 from lynxkv.wire import FirstToken, Manifest
@@ -136,9 +136,10 @@ class Arrivals:
 
     @property
     def chunk(self) -> int:
-        """Tokens of the producer's prefill chunk, as its segments show."""
+        """Tokens of the producer's prefill chunk, as its segments show; a prompt within one chunk rounds up."""
         manifest = self._manifest
-        return max((s.span.stop - s.span.start for s in manifest.segments), default=CHUNK) if manifest else CHUNK
+        longest = max((s.span.stop - s.span.start for s in manifest.segments), default=CHUNK) if manifest else CHUNK
+        return -(-longest // BLOCK) * BLOCK
 
     @property
     def held_bytes(self) -> int:

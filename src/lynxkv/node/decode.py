@@ -116,7 +116,7 @@ class DecodeNode:
         self._connect_s, self._admit_s, self._stall_s = connect_s, admit_s, stall_s
         self._hello = Hello(role="decode", name=name, fingerprint=engine.fingerprint)
         self._links: dict[tuple[str, int], Link] = {}
-        self._connecting = asyncio.Lock()
+        self._connecting: dict[tuple[str, int], asyncio.Lock] = {}
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="lynxkv-links", daemon=True)
         self._thread.start()
@@ -253,7 +253,7 @@ class DecodeNode:
             arrivals.ended(TransferError(f"the transfer could not be pulled: {type(error).__name__}: {error}"))
 
     async def _link(self, peer: tuple[str, int]) -> Link:
-        async with self._connecting:  # two requests at once share one link
+        async with self._connecting.setdefault(peer, asyncio.Lock()):  # requests at once share one connection
             link = self._links.get(peer)
             if link is None or link.error is not None:
                 link = self._links[peer] = await connect(*peer, self._hello, deadline_s=self._connect_s)
@@ -262,7 +262,7 @@ class DecodeNode:
     def _acknowledge(self, run: _Run) -> None:
         """Every byte is used: end the lease as soon as the transfer itself has ended."""
         run.complete = True
-        if run.incoming is not None:
+        if run.incoming is not None and not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(_acknowledge(run.incoming), self._loop)
 
     def _cancel(self, run: _Run, reason: str) -> None:

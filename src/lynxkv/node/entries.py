@@ -1,9 +1,11 @@
 """Encoded KV at the prefill node: entries with a time to live, reference counts and one memory bound."""
 
+import asyncio
 import hashlib
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -128,21 +130,22 @@ class EntryStore:
         self.ttl_s = ttl_s
         self._clock = clock
         self._entries: dict[bytes, Entry] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._waiting: set[Callable[[], object]] = set()
 
     def get(self, key: bytes) -> Entry | None:
         """The entry of ``key`` with one more reader, or None; a failed entry is not found."""
-        with self._changed:
+        with self._lock:
             self._expire()
             entry = self._entries.get(key)
             if entry is None or entry.error is not None:
                 return None
             return self._read(entry)
 
-    def add(self, entry: Entry, deadline_s: float) -> tuple[Entry, bool]:
+    async def add(self, entry: Entry, deadline_s: float) -> tuple[Entry, bool]:
         """Reserve room for ``entry`` and keep it; ``(entry, True)``, or another's of the same key and False.
 
-        Either way with one more reader.
+        Either way with one more reader; a caller that is cancelled holds nothing.
 
         Raises
         ------
@@ -157,47 +160,70 @@ class EntryStore:
                 "raise the prefill node's memory bound or send a shorter prompt"
             )
         until = self._clock() + deadline_s
-        with self._changed:
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(changed.set)
+
+        try:
             while True:
-                self._expire()
-                other = self._entries.get(entry.key)
-                if other is not None and other.error is None:
-                    return self._read(other), False
-                if self._make_room(entry.reserved):
-                    self._entries[entry.key] = entry
-                    return self._read(entry), True
+                changed.clear()
+                with self._lock:
+                    self._expire()
+                    other = self._entries.get(entry.key)
+                    if other is not None and other.error is None:
+                        return self._read(other), False
+                    if self._make_room(entry.reserved):
+                        self._entries[entry.key] = entry
+                        return self._read(entry), True
+                    self._waiting.add(wake)
                 left = until - self._clock()
                 if left <= 0:
                     raise DeadlineExceeded(
                         f"room for {entry.reserved} bytes expected within {deadline_s:g} s; "
                         f"{self.used_bytes} of {self.memory_bytes} are in use: retry later"
                     )
-                self._changed.wait(min(left, 1.0))  # a second at most: time to live ends without a signal
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(left, 1.0)):  # time to live ends without a signal
+                        await changed.wait()
+        finally:
+            with self._lock:
+                self._waiting.discard(wake)
 
     def release(self, entry: Entry) -> None:
         """One reader less."""
-        with self._changed:
+        with self._lock:
             if entry.readers < 1:
                 raise AssertionError("an entry was released more often than it was read")
             entry.readers -= 1
             entry.used = self._clock()
-            if entry.error is not None and not entry.readers and self._entries.get(entry.key) is entry:
-                del self._entries[entry.key]
-            self._changed.notify_all()
+            if entry.error is not None and not entry.readers:
+                self._drop(entry)
+            for wake in self._waiting:
+                wake()
+
+    def abandon(self, entry: Entry) -> bool:
+        """Drop ``entry`` if nobody reads it; False: somebody does."""
+        with self._lock:
+            if entry.readers:
+                return False
+            self._drop(entry)
+            return True
 
     def expire(self) -> None:
         """Drop what nobody reads and whose time is over."""
-        with self._changed:
+        with self._lock:
             self._expire()
 
     @property
     def used_bytes(self) -> int:
         """Bytes reserved by all entries."""
-        return sum(entry.reserved for entry in self._entries.values())
+        with self._lock:
+            return sum(entry.reserved for entry in self._entries.values())
 
     def check_integrity(self) -> Holdings:
         """What is held; AssertionError when a bound or a count is broken."""
-        with self._changed:
+        with self._lock:
             entries = list(self._entries.values())
             used = sum(entry.reserved for entry in entries)
             if used > self.memory_bytes or any(entry.readers < 0 for entry in entries):
@@ -208,6 +234,10 @@ class EntryStore:
         entry.readers += 1
         entry.used = self._clock()
         return entry
+
+    def _drop(self, entry: Entry) -> None:
+        if self._entries.get(entry.key) is entry:
+            del self._entries[entry.key]
 
     def _idle(self) -> list[Entry]:
         return sorted((e for e in self._entries.values() if not e.readers), key=lambda e: e.used)

@@ -62,7 +62,7 @@ class PrefillNode:
         self._room_s = room_s
         self._max_queue = max_queue
         self._jobs: dict[bytes, Entry] = {}
-        self._held: dict[bytes, Outgoing] = {}
+        self._held: dict[bytes, tuple[Outgoing, Entry]] = {}
         self._sweep: asyncio.TimerHandle | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="prefill")
 
@@ -94,18 +94,16 @@ class PrefillNode:
         if admit.spec.overrides and admit.spec.overrides[-1].layer >= self.engine.fingerprint.layers:
             raise TransferRejected(f"the codec spec names layer {admit.spec.overrides[-1].layer}, which does not exist")
         entry, new = await self._entry(admit)
+        if new:  # whatever becomes of this admission, another may read the entry by now
+            self._jobs[entry.key] = entry
+            self._worker.submit(self._fill, entry, tokens)
         try:
             outgoing = self._announce(admit, entry)
-        except LynxError:
+        except Exception:
             self.store.release(entry)
-            if new:
-                entry.fail(TransferRejected("its admission was refused"))
             raise
         settled = asyncio.Event()
         entry.listen(self._listener(outgoing, tokens, params, settled))
-        if new:
-            self._jobs[entry.key] = entry
-            self._worker.submit(self._fill, entry, tokens)
         if admit.options.get("wait"):
             await settled.wait()
             if entry.error is not None:
@@ -121,7 +119,7 @@ class PrefillNode:
             raise CapacityExceeded(f"at most {self._max_queue} prefills may wait and as many do: retry later")
         shape = self.engine.shape(len(admit.tokens) // 4)
         entry = Entry(key, admit.tokens, shape, admit.spec, plan(shape, admit.spec, segment_tokens=self._chunk))
-        return await self._loop.run_in_executor(None, self.store.add, entry, self._room_s)
+        return await self.store.add(entry, self._room_s)
 
     def _announce(self, admit: Admit, entry: Entry) -> Outgoing:
         manifest = Manifest(
@@ -142,7 +140,7 @@ class PrefillNode:
 
         outgoing = Outgoing(manifest, on_released=released)
         self.server.announce(outgoing)
-        self._held[admit.transfer] = outgoing
+        self._held[admit.transfer] = outgoing, entry
         return outgoing
 
     def _listener(
@@ -172,8 +170,10 @@ class PrefillNode:
     # What follows runs on the one prefill thread.
 
     def _fill(self, entry: Entry, tokens: list[int]) -> None:
-        raw = self._raw_twin(entry)
+        raw: Entry | None = None
         try:
+            self._check_wanted(entry)
+            raw = self._raw_twin(entry)
             logits = self._encode_prefill(entry, tokens) if raw is None else self._encode_held(entry, raw)
             entry.finish(logits)
         except LynxError as error:
@@ -184,7 +184,8 @@ class PrefillNode:
         finally:
             if raw is not None:
                 self.store.release(raw)
-            self._jobs.pop(entry.key, None)
+            if self._jobs.get(entry.key) is entry:
+                del self._jobs[entry.key]
 
     def _raw_twin(self, entry: Entry) -> Entry | None:
         """A complete raw entry of the same tokens: another spec can be encoded from it without a prefill."""
@@ -218,8 +219,12 @@ class PrefillNode:
 
     def _put(self, entry: Entry, index: int, data: Buffer) -> None:
         """Stop work nobody waits for; keep the leases of those who wait for this thread."""
-        if not entry.readers:
-            raise TransferRejected("nobody waits for this prompt any more")
-        for outgoing in list(self._held.values()):
-            outgoing.renew()
+        self._check_wanted(entry)
+        for outgoing, waiting in list(self._held.values()):
+            if not waiting.complete:
+                outgoing.renew()
         entry.put(index, data)
+
+    def _check_wanted(self, entry: Entry) -> None:
+        if self.store.abandon(entry):
+            raise TransferRejected("nobody waits for this prompt any more")
