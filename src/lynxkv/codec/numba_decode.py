@@ -13,6 +13,7 @@ from lynxkv.codec.numba_decode_rows import (
     dequantize_k_exact,
     dequantize_v,
     dequantize_v_exact,
+    pair,
     prepare,
     set_codes,
     set_nibbles,
@@ -65,6 +66,7 @@ def decode_heads(
     itemsize = cells.itemsize
     groups = dim if per_channel else 64 * ((dim + 63) // 64)
     low, step = np.empty(groups, np.float32), np.empty(groups, np.float32)
+    low_pairs, step_pairs = np.empty(dim, np.float32), np.empty(dim, np.float32)
     codes, full = np.empty(8 * dim, np.uint8), np.empty(8 * dim, k.dtype)
     status = np.zeros(LANES, np.int32)
     for h in range(len(flagged)):
@@ -87,6 +89,10 @@ def decode_heads(
                 seen |= status[lane]
                 status[lane] = 0
             exact = not seen & INEXACT
+            by_pairs = per_channel and exact and dim % 2 == 0
+            if by_pairs:
+                pair(low, dim, low_pairs)
+                pair(step, dim, step_pairs)
             if seen & FLAGGED:
                 flagged[h] += flagged_elements(patterns, at // itemsize, groups, dim, per_channel, void, flag)
             at += 2 * groups * itemsize
@@ -108,8 +114,10 @@ def decode_heads(
                 to = own + (row + 8 * octet) * stride
                 first = max(begin - 8 * octet, 0)
                 g = octet * groups // 8
-                if per_channel and exact:
-                    dequantize_k_exact(fine_steps, first, dim, steps, low, step, cells, high, out, to, stride)
+                if by_pairs:
+                    dequantize_k_exact(
+                        fine_steps, first, dim, steps, low_pairs, step_pairs, cells, high, out, to, stride
+                    )
                 elif per_channel:
                     dequantize_k(fine_steps, first, dim, steps, low, step, cells, high, out, to, stride)
                 elif exact:

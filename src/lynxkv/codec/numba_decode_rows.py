@@ -7,7 +7,18 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from lynxkv.codec.cells import FLAG
-from lynxkv.codec.numba_lanes import F32, I8, I32, constant, dequantized, narrow, shaped, widen
+from lynxkv.codec.numba_lanes import (
+    F32,
+    I8,
+    I16,
+    I32,
+    constant,
+    dequantized,
+    narrow,
+    rounded_bfloat16,
+    shaped,
+    widen,
+)
 from lynxkv.codec.numba_rows import CODE_LANES, FLAGGED, INDEX, LANES, Rows, cache_dtype, intrinsic, intrinsic_of
 
 INEXACT = 4
@@ -138,6 +149,26 @@ def add_codes(_: Any, codes: Any, size: Any, k: Any, full: Any, half: Any) -> An
     return intrinsic_of(build, codes, INDEX, k, full, INDEX)
 
 
+@intrinsic
+def pair(_: Any, plain: Any, size: Any, paired: Any) -> Any:
+    """The even elements of ``plain`` to the first half of ``paired``, the odd ones to the second; ``size`` is even."""
+
+    def build(rows: Rows) -> None:
+        b = rows.b
+        size = rows.values[1]
+        half = b.sdiv(size, ir.IntType(64)(2))
+
+        def strip(i: Any, lanes: int) -> None:
+            both = rows.load_real(0, rows.times(i, 2), 2 * lanes)
+            for odd, to in ((0, i), (1, rows.plus(half, i))):
+                places = ir.Constant(ir.VectorType(I32, lanes), [2 * lane + odd for lane in range(lanes)])
+                rows.store(b.shuffle_vector(both, ir.Constant(both.type, ir.Undefined), places), 2, to)
+
+        rows.strips(half, LANES // 2, strip)
+
+    return intrinsic_of(build, plain, INDEX, paired)
+
+
 def _dequantize_k(exact: bool) -> Any:
     @intrinsic
     def dequantize(
@@ -151,10 +182,18 @@ def _dequantize_k(exact: bool) -> Any:
 
             def token(t: Any) -> None:
                 def strip(c: Any, lanes: int) -> None:
-                    low, step = rows.load_real(4, c, lanes), rows.load_real(5, c, lanes)
-                    most = None if exact else rows.load(6, rows.plus(high, c), lanes)
                     at, own = rows.plus(rows.times(t, dim), c), rows.plus(to, rows.times(t, stride), c)
                     rows.prefetch(8, rows.plus(own, rows.times(stride, AHEAD)), write=True)
+                    if exact and lanes > 1:
+                        even = rows.b.sdiv(c, ir.IntType(64)(2))
+                        odd = rows.plus(even, rows.b.sdiv(dim, ir.IntType(64)(2)))
+                        halves = [
+                            (rows.load_real(4, i, lanes // 2), rows.load_real(5, i, lanes // 2)) for i in (even, odd)
+                        ]
+                        _emit(rows, _cells_by_pairs(rows, at, lanes, halves, cells), cells, out, 8, own)
+                        return
+                    low, step = (_one(rows, i, c, dim) if exact else rows.load_real(i, c, lanes) for i in (4, 5))
+                    most = None if exact else rows.load(6, rows.plus(high, c), lanes)
                     _emit(rows, _cell(rows, at, low, step, most, cells), cells, out, 8, own)
 
                 rows.strips(dim, 2 * LANES, strip)
@@ -181,12 +220,16 @@ def _dequantize_v(exact: bool) -> Any:
             def token(t: Any) -> None:
                 def part(c: Any, group: Any, lanes: int) -> None:
                     slot = rows.plus(g, rows.times(t, per_token), group)
-                    low, step = (rows.spread(i, slot, F32, lanes) for i in (4, 5))
-                    most = None if exact else rows.spread(6, rows.plus(high, slot), rows.element(6), lanes)
                     at, own = rows.plus(rows.times(t, dim), c), rows.plus(to, rows.times(t, stride), c)
                     ahead = rows.plus(own, rows.times(stride, AHEAD))
                     for line in range(0, lanes, 32):
                         rows.prefetch(8, rows.plus(ahead, line), write=True)
+                    if exact and lanes > 1:
+                        half = rows.spread(4, slot, F32, lanes // 2), rows.spread(5, slot, F32, lanes // 2)
+                        _emit(rows, _cells_by_pairs(rows, at, lanes, [half, half], cells), cells, out, 8, own)
+                        return
+                    low, step = (rows.spread(i, slot, F32, lanes) for i in (4, 5))
+                    most = None if exact else rows.spread(6, rows.plus(high, slot), rows.element(6), lanes)
                     _emit(rows, _cell(rows, at, low, step, most, cells), cells, out, 8, own)
 
                 rows.groups(dim, part)
@@ -209,6 +252,34 @@ def _cell(rows: Rows, at: Any, low: Any, step: Any, high: Any, cells: Any) -> An
     if high is None:
         return rounded
     return rows.b.select(rows.b.icmp_signed("==", k, rows.number(3, k.type)), high, rounded)
+
+
+def _one(rows: Rows, array: int, c: Any, dim: Any) -> Any:
+    """Element ``c`` of what `pair` made of ``dim`` elements."""
+    b, two = rows.b, ir.IntType(64)(2)
+    index = rows.plus(b.sdiv(c, two), b.mul(b.srem(c, two), b.sdiv(dim, two)))
+    return rows.load_real(array, index, 1)
+
+
+def _cells_by_pairs(rows: Rows, at: Any, lanes: int, halves: list[tuple[Any, Any]], cells: Any) -> Any:
+    """Cells of the fine steps ``k[at …]``, even and odd ones apart, which spares the shuffles of narrowing.
+
+    ``halves`` are min and step of the even and of the odd ones.
+    """
+    b, dtype = rows.b, cache_dtype(cells)
+    width = rows.element(0).width
+    both = b.bitcast(rows.load(0, at, lanes), ir.VectorType(ir.IntType(2 * width), lanes // 2))
+    wide = ir.VectorType(I32, lanes // 2)
+    both = both if both.type == wide else b.zext(both, wide)
+    steps = b.and_(both, constant(wide, (1 << width) - 1)), b.lshr(both, constant(wide, width))
+    even, odd = (b.fadd(low, b.fmul(b.sitofp(k, low.type), step)) for k, (low, step) in zip(steps, halves, strict=True))
+    if dtype == "bfloat16":
+        high = b.and_(rounded_bfloat16(b, odd), constant(wide, 0xFFFF0000))
+        low = b.lshr(rounded_bfloat16(b, even), constant(wide, 16))
+        return b.bitcast(b.or_(low, high), ir.VectorType(I16, lanes))
+    order = [lane // 2 + lane % 2 * (lanes // 2) for lane in range(lanes)]
+    value = b.shuffle_vector(even, odd, ir.Constant(ir.VectorType(I32, lanes), order))
+    return narrow(b, value, dtype)
 
 
 def _emit(rows: Rows, cell: Any, cells: Any, out: Any, array: int, to: Any) -> None:

@@ -52,6 +52,14 @@ def widen(b: Any, cell: Any, dtype: str) -> Any:
     return b.bitcast(b.or_(scaled, sign), real)
 
 
+def rounded_bfloat16(b: Any, value: Any) -> Any:
+    """The bits of the nearest bfloat16, half to even, in the high halves; the low halves are void."""
+    wide = shaped(value.type, I32)
+    bits = b.bitcast(value, wide)
+    odd = b.and_(b.lshr(bits, constant(wide, 16)), constant(wide, 1))
+    return b.add(b.add(bits, constant(wide, 0x7FFF)), odd)
+
+
 def narrow(b: Any, value: Any, dtype: str) -> Any:
     """The bits of the element nearest to a finite float32, half to even."""
     wide = shaped(value.type, I32)
@@ -59,9 +67,7 @@ def narrow(b: Any, value: Any, dtype: str) -> Any:
     if dtype == "float32":
         return bits
     if dtype == "bfloat16":
-        odd = b.and_(b.lshr(bits, constant(wide, 16)), constant(wide, 1))
-        rounded = b.add(b.add(bits, constant(wide, 0x7FFF)), odd)
-        return b.trunc(b.lshr(rounded, constant(wide, 16)), shaped(value.type, I16))
+        return b.trunc(b.lshr(rounded_bfloat16(b, value), constant(wide, 16)), shaped(value.type, I16))
     sign = b.and_(bits, constant(wide, 0x80000000))
     magnitude = b.xor(bits, sign)
     # Where the result is subnormal, adding 0.5 makes the adder round at its last bit.
