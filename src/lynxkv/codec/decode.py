@@ -10,7 +10,7 @@ from lynxkv.codec.cells import CELL
 from lynxkv.codec.encode import check_arrays
 from lynxkv.codec.flagged import restore_flagged
 from lynxkv.codec.kernels import Kernels, kernels_named
-from lynxkv.codec.layout import LayerRuns, layer_runs
+from lynxkv.codec.layout import LayerRuns, geometry
 from lynxkv.codec.plan import Span
 from lynxkv.codec.segment import as_bytes, locate, name
 from lynxkv.codec.shape import CacheShape
@@ -55,14 +55,15 @@ def decode(
     SpecError
         If ``out`` does not fit shape and span.
     """
-    runs = list(layer_runs(shape, spec, span))
+    laid = geometry(shape, spec, span)
+    runs = laid.runs
     check_arrays(runs, out, CELL[shape.dtype], CELL["float32"])
     if not all(array.flags.writeable for array in out):
         raise SpecError("out must be writable, got a read-only array")
     coarse = as_bytes(anchor)
-    coarse_edges = locate(Tier.ANCHOR, runs, coarse)
+    coarse_edges = locate(Tier.ANCHOR, laid, coarse)
     fine = None if residual is None else as_bytes(residual)
-    fine_edges = [] if fine is None else locate(Tier.RESIDUAL, runs, fine)
+    fine_edges = [] if fine is None else locate(Tier.RESIDUAL, laid, fine)
     implementation = kernels_named(kernels)
     at = 0
     for layer_run, array in zip(runs, out, strict=True):

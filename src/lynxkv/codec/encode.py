@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from lynxkv.codec.cells import CELL, is_finite
 from lynxkv.codec.flagged import flagged_cells
 from lynxkv.codec.kernels import kernels_named
-from lynxkv.codec.layout import ENTRY, LayerRuns, layer_runs, refuse_exact, runs_in
+from lynxkv.codec.layout import ENTRY, Geometry, LayerRuns, geometry, refuse_exact
 from lynxkv.codec.plan import Span
 from lynxkv.codec.segment import as_bytes, write_directory
 from lynxkv.codec.shape import CacheShape
@@ -53,13 +53,16 @@ def encode(
     """
     if spec.exact:
         refuse_exact(Tier.EXACT)
-    runs = list(layer_runs(shape, spec, span))
+    laid = geometry(shape, spec, span)
+    runs = laid.runs
     check_arrays(runs, arrays, CELL[shape.dtype])
     tiers = {
-        tier: _buffer(tier, runs, out) for tier in (Tier.ANCHOR, Tier.RESIDUAL) if any(r.run.size(tier) for r in runs)
+        tier: _buffer(tier, laid, out)
+        for tier in (Tier.ANCHOR, Tier.RESIDUAL)
+        if laid.edges[tier][0] < laid.edges[tier][-1]
     }
     implementation = kernels_named(kernels)
-    at = dict.fromkeys(tiers, runs_in(runs) * ENTRY.itemsize)
+    at = dict.fromkeys(tiers, laid.total * ENTRY.itemsize)
     flagged: list[bool] = []
     for (layer, heads, run), values in zip(runs, arrays, strict=True):
         views: dict[Tier, NDArray[np.uint8]] = {}
@@ -76,12 +79,12 @@ def encode(
     for tier, data in tiers.items():
         sizes = None
         if tier is Tier.ANCHOR and any(flagged):
-            tiers[tier], sizes = _with_flagged(runs, flagged, data, arrays)
-        write_directory(tier, runs, tiers[tier], sizes)
+            tiers[tier], sizes = _with_flagged(laid, flagged, data, arrays)
+        write_directory(tier, laid, tiers[tier], sizes)
     return tiers
 
 
-def check_arrays(runs: list[LayerRuns], arrays: Sequence[NDArray[Any]], *dtypes: np.dtype[Any]) -> None:
+def check_arrays(runs: Sequence[LayerRuns], arrays: Sequence[NDArray[Any]], *dtypes: np.dtype[Any]) -> None:
     """Raise SpecError unless ``arrays`` are the rows of ``runs`` in one of ``dtypes``."""
     if len(arrays) != len(runs):
         raise SpecError(f"one array a layer expected, {len(runs)} in all; got {len(arrays)}")
@@ -98,8 +101,8 @@ def check_arrays(runs: list[LayerRuns], arrays: Sequence[NDArray[Any]], *dtypes:
             raise SpecError(f"{run.kind.name} of layer {layer}: strides must be whole elements, got {array.strides}")
 
 
-def _buffer(tier: Tier, runs: list[LayerRuns], out: Mapping[Tier, Any] | None) -> NDArray[np.uint8]:
-    size = sum(heads * (ENTRY.itemsize + run.size(tier)) for _, heads, run in runs)
+def _buffer(tier: Tier, laid: Geometry, out: Mapping[Tier, Any] | None) -> NDArray[np.uint8]:
+    size = laid.edges[tier][-1]
     if out is None or tier not in out:
         return np.empty(size, np.uint8)
     given = as_bytes(out[tier])
@@ -111,12 +114,12 @@ def _buffer(tier: Tier, runs: list[LayerRuns], out: Mapping[Tier, Any] | None) -
 
 
 def _with_flagged(
-    runs: list[LayerRuns], flagged: list[bool], data: NDArray[np.uint8], arrays: Sequence[NDArray[Any]]
+    laid: Geometry, flagged: list[bool], data: NDArray[np.uint8], arrays: Sequence[NDArray[Any]]
 ) -> tuple[NDArray[np.uint8], list[int]]:
     """The anchor again, with the raw values of flagged groups after their runs; rare, so it may copy."""
-    start = runs_in(runs) * ENTRY.itemsize
+    start = laid.total * ENTRY.itemsize
     parts, sizes = [data[:start]], []
-    for (_, heads, run), has, values in zip(runs, flagged, arrays, strict=True):
+    for (_, heads, run), has, values in zip(laid.runs, flagged, arrays, strict=True):
         for head in range(heads):
             own = data[start : start + run.size(Tier.ANCHOR)]
             start += len(own)

@@ -1,7 +1,8 @@
 """Where the bytes of a segment lie: a directory, then one run of bytes for every (layer, KV head)."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -114,7 +115,16 @@ class LayerRuns(NamedTuple):
     run: Run
 
 
-def layer_runs(shape: CacheShape, spec: CodecSpec, span: Span) -> Iterator[LayerRuns]:
+class Geometry(NamedTuple):
+    """All runs of a span, and for each tier where they lie in a segment without flagged groups."""
+
+    runs: tuple[LayerRuns, ...]
+    total: int
+    sizes: tuple[NDArray[np.uint64], NDArray[np.uint64]]
+    edges: tuple[list[int], list[int]]
+
+
+def geometry(shape: CacheShape, spec: CodecSpec, span: Span) -> Geometry:
     """The runs of every layer of ``span``, in order.
 
     Raises
@@ -127,27 +137,33 @@ def layer_runs(shape: CacheShape, spec: CodecSpec, span: Span) -> Iterator[Layer
             f"a span's layers must lie in [0, {len(shape.layers)}) and its positions ascend; got layers "
             f"[{span.first_layer}, {span.last_layer}) positions [{span.start}, {span.stop})"
         )
-    previous: tuple[LayerShape, Bits, Run] | None = None
-    for layer in range(span.first_layer, span.last_layer):
-        held, bits = shape.layers[layer], spec.bits(layer, span.kind)
-        if previous is None or previous[0] != held or previous[1] != bits:
-            previous = held, bits, _run(shape, spec, span, layer)
-        yield LayerRuns(layer, held.kv_heads, previous[2])
+    return _geometry(shape.dtype, shape.layers[span.first_layer : span.last_layer], spec, span)
 
 
-def _run(shape: CacheShape, spec: CodecSpec, span: Span, layer: int) -> Run:
-    rows = span.rows(shape, spec, layer)
+@lru_cache(maxsize=4096)
+def _geometry(dtype: str, layers: tuple[LayerShape, ...], spec: CodecSpec, span: Span) -> Geometry:
+    runs = tuple(
+        LayerRuns(layer, held.kv_heads, _run(dtype, held, spec, span, layer))
+        for layer, held in enumerate(layers, span.first_layer)
+    )
+    count = sum(r.heads for r in runs)
+    sizes = [[r.run.size(tier) for r in runs for _ in range(r.heads)] for tier in (Tier.ANCHOR, Tier.RESIDUAL)]
+    start = count * ENTRY.itemsize
+    return Geometry(
+        runs,
+        count,
+        (np.array(sizes[0], np.uint64), np.array(sizes[1], np.uint64)),
+        (list(accumulate(sizes[0], initial=start)), list(accumulate(sizes[1], initial=start))),
+    )
+
+
+def _run(dtype: str, held: LayerShape, spec: CodecSpec, span: Span, layer: int) -> Run:
+    rows = span.clip(held.rows(spec))
     blocks = rows.tail > rows.coded
     if blocks and (rows.coded % BLOCK or rows.tail % BLOCK):
         raise SpecError(f"a span must start and stop on the grid of {BLOCK}, got [{span.start}, {span.stop})")
     sinks = spec.sinks if blocks and rows.coded == 0 else 0
-    dim = shape.layers[layer].dim(span.kind)
-    return Run(span.kind, shape.dtype, dim, rows, sinks, spec.bits(layer, span.kind))
-
-
-def runs_in(runs: list[LayerRuns]) -> int:
-    """Number of (layer, head) runs."""
-    return sum(r.heads for r in runs)
+    return Run(span.kind, dtype, held.dim(span.kind), rows, sinks, spec.bits(layer, span.kind))
 
 
 def refuse_exact(tier: Tier) -> None:
@@ -159,12 +175,11 @@ def refuse_exact(tier: Tier) -> None:
 def segment_bounds(shape: CacheShape, spec: CodecSpec, segment: Segment) -> tuple[int, int]:
     """Least and most bytes of ``segment``: no group flagged, every group flagged."""
     refuse_exact(segment.tier)
-    least = most = 0
-    for _, heads, run in layer_runs(shape, spec, segment.span):
-        size = ENTRY.itemsize + run.size(segment.tier)
-        least += heads * size
-        most += heads * (size + (run.flaggable_bytes if segment.tier is Tier.ANCHOR else 0))
-    return least, most
+    laid = geometry(shape, spec, segment.span)
+    least = laid.edges[segment.tier][-1]
+    if segment.tier is Tier.RESIDUAL:
+        return least, least
+    return least, least + sum(heads * run.flaggable_bytes for _, heads, run in laid.runs)
 
 
 def directory(data: NDArray[np.uint8], runs: int) -> NDArray[np.void]:

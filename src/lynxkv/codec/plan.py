@@ -23,8 +23,11 @@ class Span:
 
     def rows(self, shape: CacheShape, spec: CodecSpec, layer: int) -> Rows:
         """The span's part of ``layer``'s rows; empty (``start == stop``) where the layer holds none of it."""
-        whole = shape.layers[layer].rows(spec)
-        return Rows(*(min(max(edge, self.start), self.stop) for edge in whole))
+        return self.clip(shape.layers[layer].rows(spec))
+
+    def clip(self, rows: Rows) -> Rows:
+        """The part of a layer's rows that lies in the span."""
+        return Rows(*(min(max(edge, self.start), self.stop) for edge in rows))
 
 
 @dataclass(frozen=True, slots=True)

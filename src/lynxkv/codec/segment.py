@@ -7,7 +7,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from lynxkv.codec.layout import ENTRY, LayerRuns, Run, directory, layer_runs, refuse_exact, runs_in
+from lynxkv.codec.layout import ENTRY, Geometry, LayerRuns, Run, directory, geometry, refuse_exact
 from lynxkv.codec.plan import Segment
 from lynxkv.codec.shape import CacheShape
 from lynxkv.codec.spec import CodecSpec, Tier
@@ -32,31 +32,28 @@ def run_seed(tier: Tier, layer: int, run: Run) -> int:
     return (run.rows.start << 32) + (layer << 16) + (run.kind << 2) + tier
 
 
-def run_digests(tier: Tier, layer_run: LayerRuns, data: NDArray[np.uint8], edges: list[int]) -> list[int]:
-    """The xxh3_64 of each head's run, where ``edges`` are their starts and the end of the last."""
+def run_digests(tier: Tier, layer_run: LayerRuns, data: NDArray[np.uint8], edges: list[int], at: int) -> list[int]:
+    """The xxh3_64 of each head's run; the first lies between ``edges[at]`` and the next edge."""
     layer, heads, run = layer_run
     seed, view = run_seed(tier, layer, run), data.data
     return [
-        xxhash.xxh3_64_intdigest(view[edges[head] : edges[head + 1]], (seed + 8 * head) & _WORD)
+        xxhash.xxh3_64_intdigest(view[edges[at + head] : edges[at + head + 1]], (seed + 8 * head) & _WORD)
         for head in range(heads)
     ]
 
 
-def write_directory(tier: Tier, runs: list[LayerRuns], data: NDArray[np.uint8], sizes: list[int] | None = None) -> None:
-    """Fill the directory of ``data``, whose runs are in place; ``sizes`` are those without flagged groups or given."""
-    count = runs_in(runs)
-    if sizes is None:
-        sizes = [size for _, heads, run in runs for size in [run.size(tier)] * heads]
-    edges = list(accumulate(sizes, initial=count * ENTRY.itemsize))
+def write_directory(tier: Tier, laid: Geometry, data: NDArray[np.uint8], sizes: list[int] | None = None) -> None:
+    """Fill the directory of ``data``, whose runs are in place; ``sizes`` are given if a group is flagged."""
+    edges = laid.edges[tier] if sizes is None else list(accumulate(sizes, initial=laid.total * ENTRY.itemsize))
     digests: list[int] = []
-    for layer_run in runs:
-        digests += run_digests(tier, layer_run, data, edges[len(digests) :])
-    entries = directory(data, count)
-    entries["size"] = sizes
+    for layer_run in laid.runs:
+        digests += run_digests(tier, layer_run, data, edges, len(digests))
+    entries = directory(data, laid.total)
+    entries["size"] = laid.sizes[tier] if sizes is None else sizes
     entries["digest"] = digests
 
 
-def locate(tier: Tier, runs: list[LayerRuns], data: NDArray[np.uint8]) -> list[int]:
+def locate(tier: Tier, laid: Geometry, data: NDArray[np.uint8]) -> list[int]:
     """Where each run of a segment starts, and the end of the last.
 
     Raises
@@ -64,13 +61,15 @@ def locate(tier: Tier, runs: list[LayerRuns], data: NDArray[np.uint8]) -> list[i
     CorruptData
         If the directory is cut short, an entry's size cannot be, or bytes are missing or left over.
     """
-    count = runs_in(runs)
-    start = count * ENTRY.itemsize
+    start = laid.total * ENTRY.itemsize
     if len(data) < start:
         raise CorruptData(f"{tier.name.lower()} segment: a directory of {start} bytes expected, got {len(data)} in all")
-    sizes: list[int] = directory(data, count)["size"].tolist()
+    stored = directory(data, laid.total)["size"]
+    if len(data) == laid.edges[tier][-1] and (stored == laid.sizes[tier]).all():
+        return laid.edges[tier]
+    sizes: list[int] = stored.tolist()
     edges = [start]
-    for layer, heads, run in runs:
+    for layer, heads, run in laid.runs:
         least = run.size(tier)
         for head in range(heads):
             size = sizes[len(edges) - 1]
@@ -119,14 +118,13 @@ def check(shape: CacheShape, spec: CodecSpec, segment: Segment, data: Any) -> No
     """
     refuse_exact(segment.tier)
     flat = as_bytes(data)
-    runs = list(layer_runs(shape, spec, segment.span))
-    edges = locate(segment.tier, runs, flat)
-    stored: list[int] = directory(flat, runs_in(runs))["digest"].tolist()
+    laid = geometry(shape, spec, segment.span)
+    edges = locate(segment.tier, laid, flat)
+    stored: list[int] = directory(flat, laid.total)["digest"].tolist()
     at = 0
-    for layer_run in runs:
+    for layer_run in laid.runs:
         layer, heads, run = layer_run
-        found = run_digests(segment.tier, layer_run, flat, edges[at:])
-        for head in range(heads):
-            if found[head] != stored[at + head]:
+        for head, found in enumerate(run_digests(segment.tier, layer_run, flat, edges, at)):
+            if found != stored[at + head]:
                 raise CorruptData(f"{name(segment.tier, run, layer, head)}: wrong checksum; ask for the segment again")
         at += heads
