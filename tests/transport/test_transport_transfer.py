@@ -273,3 +273,26 @@ def test_a_segment_is_received_where_the_sink_wants_it():
             assert arena.tobytes() == b"".join(data)
 
     run(main())
+
+
+def test_a_producer_that_works_long_without_data_keeps_lease_and_peer():
+    """FIELD 3: a wait has a deadline, and a slow prefill is no dead one."""
+
+    async def main():
+        manifest = make_manifest()
+        data = make_data(manifest)
+        async with serving(lease_s=0.4) as (server, port), linked(port) as link:
+            lease = Lease(manifest)
+            server.announce(lease.outgoing)
+            sink = Recorder()
+            incoming = await link.pull(Pull(transfer=manifest.transfer), sink, stall_s=0.4)
+            begun = asyncio.get_running_loop().time()
+            while asyncio.get_running_loop().time() - begun < 1.2:
+                assert lease.outgoing.renew()
+                await asyncio.sleep(0.05)  # the producer's own pace, not a wait for anything
+            for i, piece in enumerate(data):
+                lease.outgoing.put(i, piece)
+            await incoming.wait()
+            assert sink.error is None
+
+    run(main())

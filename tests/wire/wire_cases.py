@@ -29,6 +29,7 @@ from lynxkv.wire import (
     SegmentReady,
     SegmentWriter,
     TierEnd,
+    Working,
     control_frame,
     segment_digest,
     token_digest,
@@ -67,6 +68,7 @@ EVENTS = [
     Reject("no room"),
     Cancel("abort"),
     Resend(4),
+    Working(),
 ]
 
 SEGMENTS = {0: bytes(range(256)) * 40, 1: b"x", 2: b"\x00" * 5000}

@@ -63,29 +63,33 @@ class PrefillNode:
         self._max_queue = max_queue
         self._jobs: dict[bytes, Entry] = {}
         self._held: dict[bytes, tuple[Outgoing, Entry]] = {}
-        self._sweep: asyncio.TimerHandle | None = None
+        self._tend_s = min(5.0, lease_s / 4, ttl_s / 4)
+        self._tending: asyncio.TimerHandle | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="prefill")
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Listen; the address bound (port 0: any free one)."""
         self._loop = asyncio.get_running_loop()
         await self._loop.run_in_executor(self._worker, warm, self.engine, CodecSpec())
-        self._expire()
+        self._tend()
         return await self.server.start(host, port)
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Finish running transfers within ``drain_s`` seconds, then end everything."""
         if drain_s > 0:
             await self.server.drain(drain_s)
-        if self._sweep is not None:
-            self._sweep.cancel()
+        if self._tending is not None:
+            self._tending.cancel()
         self.server.close()
         await self._loop.run_in_executor(None, lambda: self._worker.shutdown(cancel_futures=True))
 
-    def _expire(self) -> None:
-        """Free what nobody reads and whose time is over, whether or not anybody asks for room."""
+    def _tend(self) -> None:
+        """Free what nobody reads and whose time is over; keep the leases of those who wait for a prefill."""
         self.store.expire()
-        self._sweep = self._loop.call_later(min(10.0, self.store.ttl_s / 4 + 0.01), self._expire)
+        for outgoing, entry in list(self._held.values()):
+            if not entry.complete:
+                outgoing.renew()
+        self._tending = self._loop.call_later(self._tend_s, self._tend)
 
     async def _admit(self, admit: Admit, _: Hello) -> None:
         tokens = tokens_from_bytes(admit.tokens)
@@ -218,13 +222,10 @@ class PrefillNode:
         return raw.logits
 
     def _put(self, entry: Entry, index: int, data: Buffer) -> None:
-        """Stop work nobody waits for; keep the leases of those who wait for this thread."""
         self._check_wanted(entry)
-        for outgoing, waiting in list(self._held.values()):
-            if not waiting.complete:
-                outgoing.renew()
         entry.put(index, data)
 
     def _check_wanted(self, entry: Entry) -> None:
+        """Stop work nobody waits for."""
         if self.store.abandon(entry):
             raise TransferRejected("nobody waits for this prompt any more")

@@ -28,6 +28,7 @@ from lynxkv.wire.events import (
     Resend,
     SegmentReady,
     TierEnd,
+    Working,
     error_of,
 )
 from lynxkv.wire.fingerprint import Fingerprint, compare
@@ -223,6 +224,8 @@ class Incoming:
                 self._token_due = False
                 self._sink.first_token(event)
                 self._check_complete()
+            case Working():
+                pass  # any frame shows that the producer is alive
             case TierEnd(tier):
                 self._tier_ended(tier, self.manifest)
             case _:

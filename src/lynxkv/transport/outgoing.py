@@ -136,7 +136,7 @@ class Outgoing:
         return self._post(lambda listener: listener.broken(self, error))
 
     def renew(self) -> bool:
-        """Renew the lease where producing a segment takes longer than it lasts. Any thread."""
+        """Renew the lease, and tell the peer that work goes on: for whoever takes long over a segment. Any thread."""
         return self._post(lambda listener: listener.renewed(self))
 
     def bind(self, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:

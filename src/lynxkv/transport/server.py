@@ -30,6 +30,7 @@ from lynxkv.wire.events import (
     Pull,
     Reject,
     Resend,
+    Working,
     failed,
 )
 from lynxkv.wire.frames import NO_TRANSFER, Header
@@ -103,7 +104,7 @@ class Server:
         self.on_admit: OnAdmit | None = None
         self._lease_s, self._handshake_s = lease_s, handshake_s
         self._max_connections, self._max_parked, self._max_admitting = max_connections, max_parked, max_admitting
-        self._pump = Pump(rate, lambda d: self.renewed(d.outgoing), self._broke)
+        self._pump = Pump(rate, lambda d: self._touch(d.outgoing), self._broke)
         self._connections: set[Connection] = set()
         self._transfers: dict[bytes, Outgoing] = {}
         self._progress: dict[bytes, float] = {}
@@ -275,7 +276,7 @@ class Server:
 
     def put(self, outgoing: Outgoing, segment: int) -> None:
         """Send a segment if it is wanted."""
-        self.renewed(outgoing)
+        self._touch(outgoing)
         delivery = self._deliveries.get(outgoing.transfer)
         if delivery is not None:
             tier = delivery.ready(segment)
@@ -284,13 +285,19 @@ class Server:
 
     def token(self, outgoing: Outgoing) -> None:
         """Send token 1 ahead of everything."""
-        self.renewed(outgoing)
+        self._touch(outgoing)
         delivery = self._deliveries.get(outgoing.transfer)
         if delivery is not None and outgoing.first is not None:
             self._send(delivery, outgoing.first)
 
     def renewed(self, outgoing: Outgoing) -> None:
-        """The lease starts anew."""
+        """The lease starts anew, and whoever pulls and has nothing to receive hears that work goes on."""
+        self._touch(outgoing)
+        delivery = self._deliveries.get(outgoing.transfer)
+        if delivery is not None and not any(delivery.has(tier) for tier in delivery.tiers):
+            self._send(delivery, Working())
+
+    def _touch(self, outgoing: Outgoing) -> None:
         if outgoing.transfer in self._progress:
             self._progress[outgoing.transfer] = self._loop.time()
 
@@ -384,7 +391,7 @@ class Server:
         )
         delivery = Delivery(outgoing, pull, connection, generation)
         self._deliveries[outgoing.transfer] = delivery
-        self.renewed(outgoing)
+        self._touch(outgoing)
         self._send(delivery, manifest)
         if outgoing.first is not None:
             self._send(delivery, outgoing.first)

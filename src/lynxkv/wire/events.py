@@ -88,6 +88,10 @@ class FirstToken(Event, frozen=True, kw_only=True):
     seed: int = 0
 
 
+class Working(Event, frozen=True):
+    """The producer is alive and has nothing to send yet: a prefill that waits its turn, or is in a long chunk."""
+
+
 class TierEnd(Event, frozen=True):
     """Every segment of ``tier`` that was pulled has been sent."""
 
@@ -133,6 +137,7 @@ AnyEvent: TypeAlias = (
     | SegmentReady
     | FirstToken
     | TierEnd
+    | Working
     | Failed
     | Acknowledge
     | Reject
