@@ -68,14 +68,9 @@ def serve(
 
 def parse_bytes(text: str) -> int:
     """``4GB``, ``512MB`` or a plain number of bytes; RequestError for anything else."""
-    for unit, size in _UNITS.items():
-        if text.upper().endswith(unit):
-            text, factor = text[: -len(unit)], size
-            break
-    else:
-        factor = 1
+    unit = next((unit for unit in _UNITS if text.upper().endswith(unit)), "")
     try:
-        value = int(float(text) * factor)
+        value = int(float(text[: len(text) - len(unit)]) * _UNITS.get(unit, 1))
     except (ValueError, OverflowError):
         value = 0
     if value < 1:
