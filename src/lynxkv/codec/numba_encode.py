@@ -10,6 +10,7 @@ from lynxkv.codec.numba_encode_rows import (
     extremes_v,
     fill,
     judge,
+    pack_both,
     pack_nibbles,
     pack_planes,
     quantize_k,
@@ -107,6 +108,9 @@ def encode_heads(
                     quantize_v(src, row, stride, dim, base, step, less, k, octet * groups // 8)
                 for i in range(min(void - 8 * octet, 8) * dim):
                     k[i] = 0
+                if a == 4 and r == 4:
+                    pack_both(k, dim, anchor, to + 4 * dim * octet, residual, fine_to + 4 * dim * octet)
+                    continue
                 split(k, 8 * dim, r, coarse, fine)
                 pack_octet(coarse, a, dim, anchor, to, octet)
                 if r:

@@ -288,6 +288,32 @@ def pack_nibbles(_: Any, codes: Any, dim: Any, out: Any, to: Any) -> Any:
 
 
 @intrinsic
+def pack_both(_: Any, k: Any, dim: Any, anchor: Any, to: Any, residual: Any, fine_to: Any) -> Any:
+    """`split` and `pack_nibbles` in one for 4 + 4 bits, straight from uint8 ``k``."""
+
+    def build(rows: Rows) -> None:
+        b = rows.b
+        dim, to, fine_to = rows.values[1], rows.values[3], rows.values[5]
+
+        def two(t: Any) -> None:
+            even, place = rows.times(t, rows.times(dim, 2)), rows.times(t, dim)
+
+            def strip(c: Any, lanes: int) -> None:
+                first, second = rows.load(0, rows.plus(even, c), lanes), rows.load(0, rows.plus(even, dim, c), lanes)
+                byte = first.type
+                high = b.and_(second, constant(byte, 0xF0))
+                rows.store(b.or_(b.lshr(first, constant(byte, 4)), high), 2, rows.plus(to, place, c))
+                low = b.and_(first, constant(byte, 0x0F))
+                rows.store(b.or_(low, b.shl(second, constant(byte, 4))), 4, rows.plus(fine_to, place, c))
+
+            rows.strips(dim, CODE_LANES, strip)
+
+        rows.count(0, 4, 1, two)
+
+    return intrinsic_of(build, k, INDEX, anchor, INDEX, residual, INDEX)
+
+
+@intrinsic
 def pack_planes(_: Any, codes: Any, width: Any, dim: Any, out: Any, to: Any) -> Any:
     """Codes ``[8, dim]`` of ``width`` bits: bit p of row t to bit t of byte ``out[to + 8 * dim * p + c]``."""
 
