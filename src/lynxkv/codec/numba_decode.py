@@ -63,6 +63,9 @@ def decode_heads(
     """
     head, sinks, blocks, tail = rows
     a, r, steps, half = bits
+    if not fine_size:
+        # Whole coarse steps: a power of two moves from k to the step, which changes no rounding.
+        steps >>= r
     itemsize = cells.itemsize
     groups = dim if per_channel else 64 * ((dim + 63) // 64)
     low, step = np.empty(groups, np.float32), np.empty(groups, np.float32)
@@ -99,18 +102,18 @@ def decode_heads(
             begin = max(skip - row, void)
             for octet in range(begin // 8, 8):
                 if a == 4:
-                    set_nibbles(anchor, at + 4 * dim * octet, dim, k, r)
+                    set_nibbles(anchor, at + 4 * dim * octet, dim, k)
                 else:
                     unpack_octet(anchor, at, a, dim, octet, codes)
-                    set_codes(codes, 8 * dim, k, r)
+                    set_codes(codes, 8 * dim, k)
                 fine_steps = k
                 if fine_size:
                     fine_steps = full
                     if r == 4:
-                        add_nibbles(residual, fine_at + 4 * dim * octet, dim, k, full, half)
+                        add_nibbles(residual, fine_at + 4 * dim * octet, dim, k, full, r, half)
                     else:
                         unpack_octet(residual, fine_at, r, dim, octet, codes)
-                        add_codes(codes, 8 * dim, k, full, half)
+                        add_codes(codes, 8 * dim, k, full, r, half)
                 to = own + (row + 8 * octet) * stride
                 first = max(begin - 8 * octet, 0)
                 g = octet * groups // 8

@@ -24,9 +24,6 @@ from lynxkv.codec.numba_rows import CODE_LANES, FLAGGED, INDEX, LANES, Rows, cac
 INEXACT = 4
 """In a status: the last step of some group does not come out as its max by itself, but must be set to it."""
 
-AHEAD = 16
-"""How many rows before it is written a row's cache lines are asked for."""
-
 
 @intrinsic
 def copy_row(_: Any, cells: Any, at: Any, dim: Any, out: Any, to: Any) -> Any:
@@ -75,27 +72,23 @@ def prepare(_: Any, cells: Any, at: Any, groups: Any, steps: Any, low: Any, step
 
 
 @intrinsic
-def set_nibbles(_: Any, data: Any, at: Any, dim: Any, k: Any, shift: Any) -> Any:
-    """``code << shift`` of the 4-bit codes of 8 rows, the inverse of `pack_nibbles`, to ``k``."""
+def set_nibbles(_: Any, data: Any, at: Any, dim: Any, k: Any) -> Any:
+    """The 4-bit codes of 8 rows, the inverse of `pack_nibbles`, to ``k``."""
 
     def build(rows: Rows) -> None:
-        def put(code: Any, to: Any) -> None:
-            wide = _as(rows, code, 3)
-            rows.store(rows.b.shl(wide, rows.number(4, wide.type)), 3, to)
+        _nibbles(rows, lambda code, to: rows.store(_as(rows, code, 3), 3, to))
 
-        _nibbles(rows, put)
-
-    return intrinsic_of(build, data, INDEX, INDEX, k, INDEX)
+    return intrinsic_of(build, data, INDEX, INDEX, k)
 
 
 @intrinsic
-def add_nibbles(_: Any, data: Any, at: Any, dim: Any, k: Any, full: Any, half: Any) -> Any:
-    """``k + code - half``, modulo its width, of the 4-bit codes of 8 rows to ``full``."""
+def add_nibbles(_: Any, data: Any, at: Any, dim: Any, k: Any, full: Any, shift: Any, half: Any) -> Any:
+    """``(k << shift) + code - half``, modulo its width, of the 4-bit codes of 8 rows to ``full``."""
 
     def build(rows: Rows) -> None:
-        _nibbles(rows, lambda code, to: _add(rows, code, 3, 4, 5, to))
+        _nibbles(rows, lambda code, to: _add(rows, code, 3, to))
 
-    return intrinsic_of(build, data, INDEX, INDEX, k, full, INDEX)
+    return intrinsic_of(build, data, INDEX, INDEX, k, full, INDEX, INDEX)
 
 
 @intrinsic
@@ -123,30 +116,29 @@ def unpack_planes(_: Any, data: Any, at: Any, width: Any, dim: Any, codes: Any) 
 
 
 @intrinsic
-def set_codes(_: Any, codes: Any, size: Any, k: Any, shift: Any) -> Any:
-    """``code << shift`` to ``k``."""
+def set_codes(_: Any, codes: Any, size: Any, k: Any) -> Any:
+    """Codes to ``k``, which may be wider."""
 
     def build(rows: Rows) -> None:
         def strip(i: Any, lanes: int) -> None:
-            wide = _as(rows, rows.load(0, i, lanes), 2)
-            rows.store(rows.b.shl(wide, rows.number(3, wide.type)), 2, i)
+            rows.store(_as(rows, rows.load(0, i, lanes), 2), 2, i)
 
         rows.strips(rows.values[1], CODE_LANES, strip)
 
-    return intrinsic_of(build, codes, INDEX, k, INDEX)
+    return intrinsic_of(build, codes, INDEX, k)
 
 
 @intrinsic
-def add_codes(_: Any, codes: Any, size: Any, k: Any, full: Any, half: Any) -> Any:
-    """``k + code - half``, modulo its width, to ``full``."""
+def add_codes(_: Any, codes: Any, size: Any, k: Any, full: Any, shift: Any, half: Any) -> Any:
+    """``(k << shift) + code - half``, modulo its width, to ``full``."""
 
     def build(rows: Rows) -> None:
         def strip(i: Any, lanes: int) -> None:
-            _add(rows, rows.load(0, i, lanes), 2, 3, 4, i)
+            _add(rows, rows.load(0, i, lanes), 2, i)
 
         rows.strips(rows.values[1], CODE_LANES, strip)
 
-    return intrinsic_of(build, codes, INDEX, k, full, INDEX)
+    return intrinsic_of(build, codes, INDEX, k, full, INDEX, INDEX)
 
 
 @intrinsic
@@ -183,7 +175,6 @@ def _dequantize_k(exact: bool) -> Any:
             def token(t: Any) -> None:
                 def strip(c: Any, lanes: int) -> None:
                     at, own = rows.plus(rows.times(t, dim), c), rows.plus(to, rows.times(t, stride), c)
-                    rows.prefetch(8, rows.plus(own, rows.times(stride, AHEAD)), write=True)
                     if exact and lanes > 1:
                         even = rows.b.sdiv(c, ir.IntType(64)(2))
                         odd = rows.plus(even, rows.b.sdiv(dim, ir.IntType(64)(2)))
@@ -221,9 +212,6 @@ def _dequantize_v(exact: bool) -> Any:
                 def part(c: Any, group: Any, lanes: int) -> None:
                     slot = rows.plus(g, rows.times(t, per_token), group)
                     at, own = rows.plus(rows.times(t, dim), c), rows.plus(to, rows.times(t, stride), c)
-                    ahead = rows.plus(own, rows.times(stride, AHEAD))
-                    for line in range(0, lanes, 32):
-                        rows.prefetch(8, rows.plus(ahead, line), write=True)
                     if exact and lanes > 1:
                         half = rows.spread(4, slot, F32, lanes // 2), rows.spread(5, slot, F32, lanes // 2)
                         _emit(rows, _cells_by_pairs(rows, at, lanes, [half, half], cells), cells, out, 8, own)
@@ -313,7 +301,9 @@ def _as(rows: Rows, code: Any, array: int) -> Any:
     return code if element == I8 else rows.b.zext(code, shaped(code.type, element))
 
 
-def _add(rows: Rows, code: Any, k: int, full: int, half: int, to: Any) -> None:
+def _add(rows: Rows, code: Any, k: int, to: Any) -> None:
+    """Join codes to the arguments from ``k`` on: coarse codes, where to, shift, half."""
+    b = rows.b
     wide = _as(rows, code, k)
-    fine = rows.b.sub(wide, rows.number(half, wide.type))
-    rows.store(rows.b.add(rows.load(k, to, code.type.count), fine), full, to)
+    coarse = b.shl(rows.load(k, to, code.type.count), rows.number(k + 2, wide.type))
+    rows.store(b.add(coarse, b.sub(wide, rows.number(k + 3, wide.type))), k + 1, to)

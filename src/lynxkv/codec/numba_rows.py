@@ -97,14 +97,14 @@ class Rows:
         pointer = self._pointer(array, index, value.type.element, value.type.count)
         self.b.store(value, pointer, align=self._align(array))
 
-    def prefetch(self, array: int, index: Any, *, write: bool = False) -> None:
+    def prefetch(self, array: int, index: Any) -> None:
         """Ask for a cache line that is needed soon; it may lie outside the array."""
         at = self.b.gep(self.b.bitcast(self._data[array], self.element(array).as_pointer()), [index])
         pointer = self.b.bitcast(at, I8.as_pointer())
         call = self.b.module.declare_intrinsic(
             "llvm.prefetch", [I8.as_pointer()], ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
         )
-        self.b.call(call, [pointer, I32(int(write)), I32(3), I32(1)])
+        self.b.call(call, [pointer, I32(0), I32(3), I32(1)])
 
     def number(self, position: int, like: Any) -> Any:
         """An integer argument in every lane of a vector type."""
