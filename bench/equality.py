@@ -75,11 +75,9 @@ def step_seconds(engine: TransformersEngine) -> float:
 
 def run(decoder: DecodeNode, peer: tuple[str, int], request: Request) -> Outcome:
     generation = decoder.generate(peer, request)
-    while True:
-        try:
-            next(generation)
-        except StopIteration as end:
-            return end.value
+    for _ in generation:
+        pass
+    return generation.outcome
 
 
 def oracle(

@@ -83,12 +83,8 @@ def prefill_node(engine, **options) -> Iterator[Running]:
 
 def finish(generation):
     """Run a generation to its end; (events, outcome)."""
-    events = []
-    while True:
-        try:
-            events.append(next(generation))
-        except StopIteration as stop:
-            return events, stop.value
+    events = list(generation)
+    return events, generation.outcome
 
 
 class Asked(threading.Thread):

@@ -56,7 +56,8 @@ def test_compressed_bytes_are_freed_as_residuals_are_written():
     eng, tokens, spec = engine("gqa-64"), prompt(600), CodecSpec()
     shape = eng.shape(len(tokens))
     segments = plan(shape, spec, segment_tokens=128, segment_bytes=1)
-    encoded = dict(encode_prefill(eng, tokens, 128, shape, spec, segments))
+    encoded = {}
+    encode_prefill(eng, tokens, 128, shape, spec, segments, encoded.__setitem__)
     session = eng.open(len(tokens), 1)
     session.place(shape)
     writer = SpanWriter(session, shape, spec, segments)

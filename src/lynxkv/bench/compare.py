@@ -81,12 +81,7 @@ def run_scheme(
         watch(scheme.name, moment.at - begun, moment)
 
     generation = node.generate(peer, request, hear)
-    while True:
-        try:
-            event = next(generation)
-        except StopIteration as stop:
-            outcome: Outcome = stop.value
-            break
+    for event in generation:
         at = time.monotonic() - begun
         watch(scheme.name, at, event)
         if isinstance(event, Verified):
@@ -99,6 +94,7 @@ def run_scheme(
                 times["kth"] = at
         elif isinstance(event, Drafted):
             times.setdefault("draft", at)
+    outcome = generation.outcome
     row = Row(
         scheme=scheme.name,
         bytes=outcome.wire_bytes,

@@ -66,14 +66,10 @@ def answer(
 
 def _run(node: DecodeNode, address: tuple[str, int], request: Request, *, show: bool) -> Outcome:
     generation = node.generate(address, request)
-    while True:
-        try:
-            event = next(generation)
-        except StopIteration as stop:
-            outcome: Outcome = stop.value
-            return outcome
+    for event in generation:
         if show and isinstance(event, Verified):
             print(event.text, end="", flush=True)
+    return generation.outcome
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -5,7 +5,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -84,6 +84,32 @@ class Outcome:
     loss: str | None
 
 
+class Generation(Iterator[Event]):
+    """Speculation's events of one answer as they happen; ``outcome`` is there once they have ended."""
+
+    def __init__(self, steps: Generator[Event, None, Outcome]) -> None:
+        self._steps = steps
+        self._outcome: Outcome | None = None
+
+    def __next__(self) -> Event:
+        try:
+            return next(self._steps)
+        except StopIteration as end:
+            self._outcome = end.value or self._outcome
+            raise
+
+    def close(self) -> None:
+        """Cancel what is still running."""
+        self._steps.close()
+
+    @property
+    def outcome(self) -> Outcome:
+        """What is known of the finished answer; RequestError before its end."""
+        if self._outcome is None:
+            raise RequestError("the outcome is known once every event was taken; this answer has not ended")
+        return self._outcome
+
+
 @dataclass(slots=True)
 class _Run:
     """What one request holds while it runs."""
@@ -155,12 +181,10 @@ class DecodeNode:
 
         self._call(run())
 
-    def generate(
-        self, peer: tuple[str, int], request: Request, observe: Observer = lambda _: None
-    ) -> Generator[Event, None, Outcome]:
-        """Decode one answer; yields speculation's events as they happen and returns the outcome.
+    def generate(self, peer: tuple[str, int], request: Request, observe: Observer = lambda _: None) -> "Generation":
+        """Decode one answer; nothing happens before the first event is asked for.
 
-        ``observe`` hears what the transfer does, from several threads. Closing the generator cancels.
+        ``observe`` hears what the transfer does, from several threads. Iterating raises:
 
         Raises
         ------
@@ -173,6 +197,9 @@ class DecodeNode:
         LynxError
             Whatever the peer refused the prompt with.
         """
+        return Generation(self._generate(peer, request, observe))
+
+    def _generate(self, peer: tuple[str, int], request: Request, observe: Observer) -> Generator[Event, None, Outcome]:
         params = request.params.seeded()
         engine, tokens = self.engine, list(request.tokens)
         engine.check_prompt(tokens, params.max_tokens)
@@ -229,13 +256,7 @@ class DecodeNode:
         """Prefill here as the peer would, through the codec, so that the answer is the same."""
         segments = plan(shape, spec, segment_tokens=chunk)
         writer = SpanWriter(session, shape, spec, segments)
-        prefill = encode_prefill(self.engine, tokens, chunk, shape, spec, segments)
-        while True:
-            try:
-                writer.put(*next(prefill))
-            except StopIteration as end:
-                logits: Logits = end.value
-                return logits
+        return encode_prefill(self.engine, tokens, chunk, shape, spec, segments, writer.put)
 
     async def _pull(self, peer: tuple[str, int], admit: Admit, arrivals: Arrivals, run: _Run, request: Request) -> None:
         """Admit and pull; whatever goes wrong reaches the decoding thread through ``arrivals``."""

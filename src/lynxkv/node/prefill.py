@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from lynxkv.codec import CodecSpec, plan
 from lynxkv.engine.base import Engine
@@ -202,13 +203,8 @@ class PrefillNode:
         return raw
 
     def _encode_prefill(self, entry: Entry, tokens: list[int]) -> Logits:
-        work = encode_prefill(self.engine, tokens, self._chunk, entry.shape, entry.spec, entry.segments)
-        while True:
-            try:
-                self._put(entry, *next(work))
-            except StopIteration as end:
-                logits: Logits = end.value
-                return logits
+        put = partial(self._put, entry)
+        return encode_prefill(self.engine, tokens, self._chunk, entry.shape, entry.spec, entry.segments, put)
 
     def _encode_held(self, entry: Entry, raw: Entry) -> Logits:
         session = self.engine.open(raw.shape.stop, self._chunk)

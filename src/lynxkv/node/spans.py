@@ -1,6 +1,6 @@
 """Between a session's KV rows and the codec's bytes, a span at a time."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -49,9 +49,15 @@ def encode_session(
 
 
 def encode_prefill(
-    engine: Engine, tokens: Sequence[int], chunk: int, shape: CacheShape, spec: CodecSpec, segments: Sequence[Segment]
-) -> Generator[tuple[int, Buffer], None, Logits]:
-    """Every segment's number and bytes as soon as prefill has its rows; returns the logits of token 1."""
+    engine: Engine,
+    tokens: Sequence[int],
+    chunk: int,
+    shape: CacheShape,
+    spec: CodecSpec,
+    segments: Sequence[Segment],
+    put: Callable[[int, Buffer], None],
+) -> Logits:
+    """Prefill, and ``put`` every segment's number and bytes as soon as its rows are there; the logits of token 1."""
     index = _numbers(segments)
     spans = _anchor_spans(segments)
     last: Logits | None = None
@@ -60,7 +66,7 @@ def encode_prefill(
         while spans and spans[0].stop <= done:
             span = spans.pop(0)
             for tier, data in encode_span(session, shape, spec, span).items():
-                yield index[(tier, span)], data
+                put(index[(tier, span)], data)
     if last is None:
         raise AssertionError("a prompt has at least one token")
     return last
