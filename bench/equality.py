@@ -64,13 +64,15 @@ def residual_bytes(engine: TransformersEngine, tokens: int) -> int:
     return sum(segment_bounds(shape, SPEC, s)[0] for s in plan(shape, SPEC) if s.tier is Tier.RESIDUAL)
 
 
-def step_seconds(engine: TransformersEngine) -> float:
-    session = engine.open(300, 8)
-    session.forward(list(range(100, 355)))
+def step_seconds(engine: TransformersEngine, tokens: int) -> float:
+    """A decode step after ``tokens`` tokens; what their KV holds does not matter for that."""
+    session = engine.open(tokens + 8, 8)
+    session.place(engine.shape(tokens))
+    session.forward([5])
     begun = time.monotonic()
-    for _ in range(8):
+    for _ in range(5):
         session.forward([5])
-    return (time.monotonic() - begun) / 8
+    return (time.monotonic() - begun) / 5
 
 
 def run(decoder: DecodeNode, peer: tuple[str, int], request: Request) -> Outcome:
@@ -95,13 +97,13 @@ def evaluate(
     model: str, dtype: str, verify: str, prompts: int, longest: int, drafts: int, console: Console
 ) -> dict[str, object]:
     engine = TransformersEngine.load(model, dtype=dtype)
-    step = step_seconds(engine)
     runs = rejected = drafted = accepted = unequal = 0
     sizes = [512 + (longest - 512) * i // max(1, prompts - 1) for i in range(prompts)]
     random.Random(0).shuffle(sizes)
     with DecodeNode(engine, stall_s=120) as decoder:
         for i, (size, question) in enumerate(zip(sizes, cycle(QUESTIONS), strict=False)):
             tokens = long_prompt(engine, document(i), question, size)
+            step = step_seconds(engine, len(tokens))
             node = PrefillNode(engine, rate=residual_bytes(engine, len(tokens)) / (drafts * step))
             with running(node) as peer:
                 decoder.prepare(peer, tokens, SPEC, deadline_s=3600)
