@@ -53,7 +53,7 @@ def test_a_prefill_process_that_is_killed_ends_the_pull_with_peer_lost():
             await sink.end.wait()
             assert isinstance(sink.error, PeerLost)
 
-    run(main(), 30)
+    run(main(), 90)
 
 
 def test_a_prefill_process_that_is_stopped_ends_the_pull_at_its_stall_deadline():
@@ -66,7 +66,7 @@ def test_a_prefill_process_that_is_stopped_ends_the_pull_at_its_stall_deadline()
             await sink.end.wait()
             assert isinstance(sink.error, DeadlineExceeded)
 
-    run(main(), 30)
+    run(main(), 90)
 
 
 def test_a_decode_process_that_is_killed_frees_its_lease():
@@ -83,7 +83,7 @@ def test_a_decode_process_that_is_killed_frees_its_lease():
                 await lease.end.wait()
             assert lease.reason is Released.PEER_LOST
 
-    run(main(), 30)
+    run(main(), 90)
 
 
 def test_a_decode_process_that_is_stopped_loses_its_lease():
@@ -100,4 +100,4 @@ def test_a_decode_process_that_is_stopped_loses_its_lease():
                 await lease.end.wait()
             assert lease.reason is Released.EXPIRED
 
-    run(main(), 30)
+    run(main(), 90)
