@@ -76,6 +76,7 @@ def prefill_node(engine, **options) -> Iterator[Running]:
         yield Running(node, loop, address)
     finally:
         asyncio.run_coroutine_threadsafe(node.stop(), loop).result(30)
+        asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result(30)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
@@ -85,6 +86,17 @@ def finish(generation):
     """Run a generation to its end; (events, outcome)."""
     events = list(generation)
     return events, generation.outcome
+
+
+def interrupted(generation):
+    """Run a generation that fails; (events before it did, error)."""
+    events = []
+    try:
+        for event in generation:
+            events.append(event)
+    except LynxError as error:
+        return events, error
+    raise AssertionError("the generation came to its end")
 
 
 class Asked(threading.Thread):

@@ -13,6 +13,7 @@ import msgspec
 
 from lynxkv.bench.compare import Row, equals_plain, prepare, run_scheme
 from lynxkv.bench.documents import QUESTION, long_prompt, pydoc_text, read_document
+from lynxkv.bench.plan import Plan
 from lynxkv.bench.schemes import SCHEMES
 from lynxkv.codec import CacheShape, CodecSpec, Tier, plan, segment_bounds
 from lynxkv.engine.transformers import TransformersEngine
@@ -20,24 +21,6 @@ from lynxkv.errors import LynxError, RequestError
 from lynxkv.node.arrivals import Moment
 from lynxkv.node.decode import DecodeNode
 from lynxkv.speculation import Drafted, Event, Retracted, SamplingParams, Verified
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run."""
-
-    peer: tuple[str, int]
-    model: str
-    dtype: str
-    kv_dtype: str
-    tokens: int
-    document: str | None = None
-    prompt: str | None = None
-    schemes: tuple[str, ...] = tuple(SCHEMES)
-    max_tokens: int
-    temperature: float
-    seed: int | None
-    ignore_eos: bool = False
-
 
 _speaking = threading.Lock()
 

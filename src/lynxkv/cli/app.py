@@ -60,12 +60,15 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _common(
+    context: typer.Context,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to standard error.")] = False,
     _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
+    # A node's warnings are for its operator; what a command meets, its own last line says.
+    quiet = logging.WARNING if context.invoked_subcommand == "prefill" else logging.ERROR
     logging.basicConfig(
         stream=sys.stderr,
-        level=logging.INFO if verbose else logging.WARNING,
+        level=logging.INFO if verbose else quiet,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
 

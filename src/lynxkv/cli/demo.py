@@ -9,9 +9,11 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from lynxkv.bench.documents import read_document
+from lynxkv.bench.plan import Plan
 from lynxkv.bench.processes import child, prefill_process
-from lynxkv.bench.worker import Plan
 from lynxkv.cli.display import Display, table
+from lynxkv.engine.models import resolve
 from lynxkv.errors import LynxError, PeerLost
 from lynxkv.transport import parse_rate
 
@@ -36,6 +38,9 @@ def run(
 ) -> None:
     """Run the comparison; a table, or one JSON object."""
     parse_rate(link)
+    if document is not None:
+        read_document(document)
+    resolve(model)
     console = Console(stderr=as_json)
     console.print(f"[dim]starting a prefill and a decode process ({model}, link {link}) …[/dim]")
     rows: list[dict[str, Any]] = []

@@ -6,11 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lynxkv.bench.documents import long_prompt, read_document
 from lynxkv.bench.schemes import SCHEMES
-from lynxkv.engine.transformers import TransformersEngine
+from lynxkv.cli.loading import load_engine
 from lynxkv.errors import RequestError
 from lynxkv.node.decode import DecodeNode, OnLoss, Outcome, Request
 from lynxkv.speculation import SamplingParams, Verified, Verify
@@ -40,8 +38,7 @@ def answer(
         raise RequestError(f"--scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
     params = SamplingParams(**sampling)
     text = None if document is None else read_document(document)
-    torch.set_num_threads(threads)
-    engine = TransformersEngine.load(model, dtype=dtype, kv_dtype=kv_dtype)
+    engine = load_engine(model, dtype=dtype, kv_dtype=kv_dtype, threads=threads)
     ids = engine.chat(prompt) if text is None else long_prompt(engine, text, prompt, tokens)
     request = Request(
         tuple(ids),

@@ -13,6 +13,8 @@ def main() -> None:
         from lynxkv.cli.app import app
     except ModuleNotFoundError as error:
         sys.exit(f"lynxkv: the command line needs {error.name}, which is not installed: pip install 'lynxkv[cli]'")
+    except KeyboardInterrupt:
+        sys.exit(130)
     app()
 
 

@@ -5,11 +5,10 @@ import signal
 import sys
 import threading
 
-import torch
 import uvloop
 
 from lynxkv.bench.processes import READY
-from lynxkv.engine.transformers import TransformersEngine
+from lynxkv.cli.loading import load_engine
 from lynxkv.errors import RequestError
 from lynxkv.node.prefill import PrefillNode
 from lynxkv.transport import parse_rate
@@ -38,8 +37,7 @@ def serve(
     bound = parse_bytes(memory)
     if chunk < 64 or chunk % 64:
         raise RequestError(f"--chunk must be a multiple of 64, got {chunk}")
-    torch.set_num_threads(threads)
-    engine = TransformersEngine.load(model, dtype=dtype, kv_dtype=kv_dtype)
+    engine = load_engine(model, dtype=dtype, kv_dtype=kv_dtype, threads=threads)
 
     async def run() -> bool:
         node = PrefillNode(engine, chunk=chunk, memory_bytes=bound, ttl_s=ttl_s, lease_s=lease_s, rate=rate, name=model)

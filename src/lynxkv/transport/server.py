@@ -112,6 +112,7 @@ class Server:
         self._parked: dict[bytes, _Parked] = {}
         self._admitting: dict[bytes, asyncio.Task[None]] = {}
         self._finished: OrderedDict[bytes, str] = OrderedDict()
+        self._untold: OrderedDict[bytes, LynxError] = OrderedDict()
         self._listener: asyncio.Server | None = None
         self._sweep_handle: asyncio.TimerHandle | None = None
         self._draining = False
@@ -358,6 +359,8 @@ class Server:
                 )
             if transfer in self._deliveries or transfer in self._parked:
                 raise TransferRejected(f"{name} is being pulled already; one pull a transfer")
+            if transfer in self._untold:  # its producer gave up between its admission and this pull
+                raise self._untold.pop(transfer)
             if transfer in self._finished:
                 self._refuse_known(transfer)
             outgoing = self._transfers.get(transfer)
@@ -445,6 +448,10 @@ class Server:
         delivery = self._deliveries.get(outgoing.transfer)
         if delivery is not None:
             delivery.connection.send(failed(error), outgoing.transfer, delivery.generation)
+        elif reason is Released.FAILED and outgoing.transfer not in self._parked:
+            self._untold[outgoing.transfer] = error
+            if len(self._untold) > REMEMBERED:
+                self._untold.popitem(last=False)
         self._unpark(outgoing.transfer, error)
         self._release(outgoing, reason, str(error))
 
