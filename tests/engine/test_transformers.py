@@ -3,7 +3,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from transformers import DeepseekV3Config, LlamaConfig, MambaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BertConfig,
+    DeepseekV3Config,
+    LlamaConfig,
+    MambaConfig,
+    Phi3Config,
+)
 
 from lynxkv.codec import Kind
 from lynxkv.engine import models as model_names
@@ -179,3 +187,51 @@ def test_compute_and_kv_dtypes_that_do_not_fit_are_refused():
         TransformersEngine(model("gqa-64", torch.bfloat16), None, kv_dtype="float16")
     with pytest.raises(RequestError, match="int4"):
         TransformersEngine(model("gqa-64"), None, kv_dtype="int4")
+
+
+def test_a_model_that_fails_on_a_kv_cache_is_refused_by_name():
+    """Its config counts the encoder's layers, its decoder has more."""
+    config = BartConfig(vocab_size=50, d_model=32, encoder_layers=1, decoder_layers=2, encoder_ffn_dim=32)
+    with pytest.raises(UnsupportedModel, match="bart does not run on a cache of K and V"):
+        TransformersEngine(AutoModelForCausalLM.from_config(config), None)
+
+
+def test_an_encoder_is_refused_by_name_until_it_is_made_a_decoder():
+    options = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with pytest.raises(UnsupportedModel, match="bert is an encoder"):
+        TransformersEngine(AutoModelForCausalLM.from_config(BertConfig(**options)), None, kv_dtype="float32")
+    decoder = AutoModelForCausalLM.from_config(BertConfig(**options, is_decoder=True))
+    assert len(TransformersEngine(decoder, None, kv_dtype="float32").layers) == 2
+
+
+def test_a_longrope_context_ends_where_its_factors_change():
+    """Beyond, a window in one pass and a token at a time are rotated by different factors."""
+    config = Phi3Config(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=256,
+        original_max_position_embeddings=64,
+        pad_token_id=0,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 8,
+            "long_factor": [4.0] * 8,
+        },
+    )
+    eng = TransformersEngine(AutoModelForCausalLM.from_config(config), None, kv_dtype="float32")
+    assert eng.context == 64
+    with pytest.raises(PromptTooLong):
+        eng.check_prompt([1] * 60, 5)
+
+
+def test_a_sliding_layer_is_never_cut_to_where_its_window_is_gone():
+    session = engine("sliding-mqa").open(400, 8)
+    session.place(engine("sliding-mqa").shape(300))
+    for token in prompt(9):
+        session.forward([token])
+    with pytest.raises(AssertionError, match="row 202 must be there"):
+        session.truncate(301)

@@ -79,8 +79,11 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def truncate(self, length: int) -> None:
         """Forget every position from ``length`` on."""
-        if not self.first <= length <= self.length:
-            raise AssertionError(f"cannot cut a layer holding [{self.first}, {self.length}) to {length}")
+        needed = max(0, length - self.window + 1) if self.window else 0
+        if not self.first <= min(needed, length) <= length <= self.length:
+            raise AssertionError(
+                f"a layer of rows [{self.first}, {self.length}) cannot be cut to {length}: row {needed} must be there"
+            )
         self.length = length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

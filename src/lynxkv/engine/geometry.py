@@ -29,12 +29,21 @@ def geometry(model: Any, cache_argument: str) -> tuple[LayerGeometry, ...]:
     """
     config = model.config.get_text_config(decoder=True)
     windows = _windows(config)
-    cache = DynamicCache(config=config)
-    with torch.inference_mode():
-        model(
-            input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device),
-            **{cache_argument: cache, "use_cache": True},
+    if any(getattr(module, "is_decoder", None) is False for module in model.modules()):
+        raise UnsupportedModel(
+            f"{config.model_type} is an encoder here: its attention is not causal; set is_decoder in its config"
         )
+    cache = DynamicCache(config=config)
+    try:
+        with torch.inference_mode():
+            model(
+                input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device),
+                **{cache_argument: cache, "use_cache": True},
+            )
+    except Exception as error:  # whatever a foreign model does with a cache that is not its own kind
+        raise UnsupportedModel(
+            f"{config.model_type} does not run on a cache of K and V per layer: {type(error).__name__}: {error}"
+        ) from error
     found = []
     for i, (layer, window) in enumerate(zip(cache.layers, windows, strict=True)):
         if layer.keys is None or layer.keys.ndim != 4 or layer.keys.shape[:3] != layer.values.shape[:3]:
@@ -45,6 +54,20 @@ def geometry(model: Any, cache_argument: str) -> tuple[LayerGeometry, ...]:
         _, heads, _, k_dim = layer.keys.shape
         found.append(LayerGeometry(heads, k_dim, layer.values.shape[3], window))
     return tuple(found)
+
+
+def context(config: Any) -> int:
+    """Most tokens of a sequence.
+
+    A model of rope type ``longrope`` ends where its short factors do: beyond, transformers rotates a whole pass by the
+    long ones, so that KV would depend on how tokens are cut into passes, and a verified window on what it was drafted.
+    """
+    most = int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            most = min(most, int(rope.get("original_max_position_embeddings") or most))
+    return most
 
 
 def _windows(config: Any) -> list[int]:

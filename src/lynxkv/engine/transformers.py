@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lynxkv.codec import CacheShape, Kind, LayerShape
 from lynxkv.engine.cache import Buffers, Layer
-from lynxkv.engine.geometry import geometry
+from lynxkv.engine.geometry import context, geometry
 from lynxkv.engine.identity import rope_identity, tokenizer_identity, weights_identity
 from lynxkv.engine.models import resolve
 from lynxkv.errors import EngineError, PromptTooLong, RequestError, UnknownModel
@@ -109,7 +109,7 @@ class TransformersEngine:
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
         self._keep_argument = "logits_to_keep" if "logits_to_keep" in accepted else None
         self.layers = geometry(self.model, self._cache_argument)
-        self.context = int(getattr(self._config, "max_position_embeddings", 0) or 1 << 30)
+        self.context = context(self._config)
         self.eos = _eos(model)
         self.fingerprint = self._fingerprint()
 
@@ -253,7 +253,7 @@ class TransformersEngine:
 
 def _eos(model: Any) -> frozenset[int]:
     ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = model.config.eos_token_id if ids is None else ids
+    ids = getattr(model.config, "eos_token_id", None) if ids is None else ids
     return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)
 
 
