@@ -55,6 +55,11 @@ def test_filters_leave_exactly_the_tokens_they_should(params, allowed):
     assert {sampler.draw(logits, [0] * i).token for i in range(300)} == allowed
 
 
+def test_top_p_keeps_the_fewest_tokens_that_reach_it():
+    sampler = Sampler(SamplingParams(temperature=1, seed=0, top_p=0.5), [], ())
+    assert {sampler.draw(_logits([2, 2, -200, -200]), [0] * i).token for i in range(100)} == {0}
+
+
 def test_presence_and_frequency_penalties_count_the_answer_only():
     sampler = Sampler(SamplingParams(presence_penalty=0.5, frequency_penalty=0.5), [1], ())
     assert sampler.draw(_logits([1.0, 1.4]), [1]).token == 0
@@ -78,6 +83,11 @@ def test_end_tokens_wait_for_min_tokens():
     assert sampler.draw(_logits([0, 9]), [0, 0]).token == 1
 
 
+def test_end_tokens_outside_the_vocabulary_hold_nothing_back():
+    sampler = Sampler(SamplingParams(min_tokens=2, max_tokens=5), [], [-1, 7])
+    assert sampler.draw(_logits([0, 9]), [0]).token == 1
+
+
 def test_logprobs_are_of_the_raw_logits_whatever_the_temperature():
     draw = Sampler(SamplingParams(temperature=5.0, seed=0, logprobs=2), [], ()).draw(
         _logits(np.log([0.7, 0.1, 0.2])), []
@@ -92,6 +102,7 @@ def test_logprobs_are_of_the_raw_logits_whatever_the_temperature():
     [
         {"temperature": -1},
         {"temperature": float("nan")},
+        {"temperature": 1e-310},
         {"top_k": -1},
         {"top_p": 0},
         {"top_p": 1.5},
@@ -99,6 +110,8 @@ def test_logprobs_are_of_the_raw_logits_whatever_the_temperature():
         {"presence_penalty": 3},
         {"repetition_penalty": 0},
         {"logit_bias": ((1, 101.0),)},
+        {"logit_bias": ((1, 5.0), (1, 6.0))},
+        {"logit_bias": tuple((token, 1.0) for token in range(4097))},
         {"seed": -1},
         {"seed": 1 << 64},
         {"max_tokens": 0},

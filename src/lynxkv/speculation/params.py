@@ -1,12 +1,13 @@
 """What a request may ask of decoding."""
 
-import math
 import secrets
 from dataclasses import dataclass, replace
 
 from lynxkv.errors import RequestError
 
 MAX_LOGPROBS = 20
+MAX_BIASES = 4096
+LEAST_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +17,13 @@ class SamplingParams:
     Parameters
     ----------
     temperature : float
-        0 is greedy.
+        0 is greedy; above, at least 1e-5.
     top_k, top_p, min_p : int, float, float
         Filters on the tempered distribution; 0, 1 and 0 switch them off.
     presence_penalty, frequency_penalty, repetition_penalty : float
         The first two count answer tokens; the last one also the prompt's.
     logit_bias : tuple of (token id, bias)
+        Each token once.
     seed : int or None
         0 .. 2^64-1. ``None`` stands for one to be drawn, see :meth:`seeded`.
     sample : int
@@ -62,7 +64,11 @@ class SamplingParams:
             if not ok:
                 raise RequestError(f"{what}; got {got!r}")
 
-        need(0 <= self.temperature <= 100, "temperature must be 0..100", self.temperature)
+        need(
+            self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature <= 100,
+            f"temperature must be 0 or {LEAST_TEMPERATURE}..100",
+            self.temperature,
+        )
         need(self.top_k >= 0, "top_k must be >= 0 (0: off)", self.top_k)
         need(0 < self.top_p <= 1, "top_p must be above 0 and at most 1", self.top_p)
         need(0 <= self.min_p <= 1, "min_p must be 0..1", self.min_p)
@@ -74,6 +80,9 @@ class SamplingParams:
             "logit_bias must map token ids to -100..100",
             self.logit_bias,
         )
+        biased = {token for token, _ in self.logit_bias}
+        need(len(biased) == len(self.logit_bias), "logit_bias must name each token once", self.logit_bias)
+        need(len(biased) <= MAX_BIASES, f"logit_bias must name at most {MAX_BIASES} tokens", len(biased))
         need(self.seed is None or 0 <= self.seed < 1 << 64, "seed must be 0..2^64-1", self.seed)
         need(0 <= self.sample < 1 << 31, "sample must be 0..2^31-1", self.sample)
         need(self.max_tokens >= 1, "max_tokens must be >= 1", self.max_tokens)
@@ -84,7 +93,6 @@ class SamplingParams:
             f"logprobs must be 0..{MAX_LOGPROBS}",
             self.logprobs,
         )
-        need(math.isfinite(self.temperature), "temperature must be finite", self.temperature)
 
     def seeded(self) -> "SamplingParams":
         """These parameters with a seed: their own, or one drawn now."""

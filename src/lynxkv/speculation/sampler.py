@@ -53,7 +53,7 @@ class Sampler:
             raise RequestError("sampling needs a seed; use SamplingParams.seeded()")
         self.params = params
         self._prompt = np.unique(np.asarray(prompt, dtype=np.int64))
-        self._eos = np.asarray(sorted(eos), dtype=np.int64)
+        self._eos = np.asarray(sorted(token for token in eos if token >= 0), dtype=np.int64)  # -1: none
         self._shaped = bool(
             params.logit_bias
             or params.min_tokens
@@ -98,7 +98,7 @@ class Sampler:
                 raise RequestError(f"logit_bias names token {token}; this model has ids 0..{len(scores) - 1}")
             scores[token] += bias
         if len(history) < p.min_tokens:
-            scores[self._eos] = -np.inf
+            scores[self._eos[self._eos < len(scores)]] = -np.inf
         tokens, counts = np.unique(np.asarray(history, dtype=np.int64), return_counts=True)
         if p.repetition_penalty != 1.0:
             seen = np.union1d(self._prompt, tokens)
@@ -119,7 +119,7 @@ class Sampler:
             order = np.argsort(-scores, kind="stable")
             weights = np.exp(scores[order] - top)
             before = np.cumsum(weights) - weights
-            out = order[before > p.top_p * weights.sum()]
+            out = order[before >= p.top_p * weights.sum()]
             scores = scores.copy()
             scores[out] = -np.inf
         return scores
