@@ -1,5 +1,8 @@
 """Both implementations write the same bytes and read the same values."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from cases import CASES, decode_cache, encode_cache, make_cache, part, same_bits, segments_of, spans_of
@@ -118,3 +121,14 @@ def test_segments_may_be_bytes_or_memoryviews():
     data = encode_cache(case, make_cache(case), "numba")
     as_bytes = {segment: encoded.tobytes() for segment, encoded in data.items()}
     assert same_bits(decode_cache(case, as_bytes, "numba"), decode_cache(case, data, "numba"))
+
+
+def test_kernels_compile_where_nothing_can_be_written():
+    """A container with a read-only root: neither the package's folder nor a home."""
+    code = (
+        "from numba.core import caching\n"
+        "(getattr(caching, 'CacheImpl', None) or caching._CacheImpl)._locator_classes = []\n"
+        "import lynxkv.codec.numba_layer"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1051,6 +1051,43 @@ def test_a_producer_that_failed_before_its_announcement_tells_a_waiting_pull():
     run(main())
 
 
+def test_a_failed_admission_tells_whoever_admitted_and_a_pull_that_waits_for_it():
+    async def main():
+        manifest = make_manifest(128, 1)
+        async with serving() as (server, port), linked(port) as link, linked(port) as other:
+            parked = asyncio.Event()
+
+            async def on_admit(*_):
+                await parked.wait()
+                raise EngineError("prompt too strange")
+
+            server.on_admit = on_admit
+            sinks = [Recorder(), Recorder()]
+            ask = asyncio.create_task(link.admit(Admit(transfer=manifest.transfer, tokens=b"", spec=manifest.spec)))
+            await until(lambda: server.counters().admitting == 1)
+            await other.pull(Pull(transfer=manifest.transfer), sinks[0])
+            await until(lambda: server.counters().parked == 1)
+            parked.set()
+            with pytest.raises(EngineError, match="too strange"):
+                await ask
+            await sinks[0].end.wait()
+            assert str(sinks[0].error) == "prompt too strange"
+            parked.clear()  # the same, with admission and pull on one link
+            again = make_manifest(128, 1).transfer
+            ask = asyncio.create_task(link.admit(Admit(transfer=again, tokens=b"", spec=manifest.spec)))
+            await until(lambda: server.counters().admitting == 1)
+            await link.pull(Pull(transfer=again), sinks[1])
+            await until(lambda: server.counters().parked == 1)
+            parked.set()
+            with pytest.raises(EngineError, match="too strange"):
+                await ask
+            await sinks[1].end.wait()
+            assert str(sinks[1].error) == "prompt too strange"
+            assert server.counters().parked == link.active == 0
+
+    run(main())
+
+
 def test_a_callback_that_fails_leaks_no_other_lease():
     async def main():
         async with serving() as (server, port):

@@ -42,8 +42,16 @@ def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kernel(function: F) -> F:
-    """Compile ``function`` without fast-math, so that every operation rounds as the format says."""
-    compiled: F = njit(cache=True, nogil=True, error_model="numpy")(function)
+    """Compile ``function`` without fast-math, so that every operation rounds as the format says.
+
+    What is compiled is kept on disk, unless neither the package's folder nor the user's can be written
+    (``NUMBA_CACHE_DIR`` names another).
+    """
+    options = {"nogil": True, "error_model": "numpy"}
+    try:
+        compiled: F = njit(cache=True, **options)(function)
+    except RuntimeError:  # Numba's "no locator available"
+        compiled = njit(**options)(function)
     return compiled
 
 

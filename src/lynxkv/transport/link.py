@@ -144,12 +144,12 @@ class Link:
         """Give a frame to its transfer; late ones of ended transfers are dropped."""
         event, transfer = frame.event, frame.header.transfer
         answer = self._admits.get(transfer)
-        if isinstance(event, Admitted) or (answer is not None and isinstance(event, Failed)):
+        if isinstance(event, Admitted):
             if answer is not None and not answer.done():
-                if isinstance(event, Admitted):
-                    answer.set_result(event)
-                else:
-                    answer.set_exception(error_of(event))
+                answer.set_result(event)
+            return
+        if isinstance(event, Failed) and answer is not None and not answer.done():
+            answer.set_exception(error_of(event))
             return
         incoming = self._incoming.get(transfer)
         if incoming is not None:

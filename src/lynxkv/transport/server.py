@@ -337,15 +337,20 @@ class Server:
         try:
             await on_admit(admit, peer)
         except LynxError as e:
-            connection.send(failed(e), admit.transfer)
+            self._refuse(connection, admit, e)
         except asyncio.CancelledError:
-            connection.send(failed(TransferRejected("the server stops")), admit.transfer)
+            self._refuse(connection, admit, TransferRejected("the server stops"))
             raise
         except Exception as e:
             log.exception("admitting transfer %s failed", admit.transfer.hex()[:12])
-            connection.send(failed(TransferError(f"the server could not admit it: {e!r}")), admit.transfer)
+            self._refuse(connection, admit, TransferError(f"the server could not admit it: {e!r}"))
         else:
             connection.send(Admitted(admit.transfer, self.epoch), admit.transfer)
+
+    def _refuse(self, connection: Connection, admit: Admit, error: LynxError) -> None:
+        """Tell whoever admitted, and whoever waits for the transfer already: it will not be announced."""
+        connection.send(failed(error), admit.transfer)
+        self._unpark(admit.transfer, error)
 
     def _pull(self, connection: Connection, pull: Pull) -> None:
         transfer = pull.transfer

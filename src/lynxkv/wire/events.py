@@ -82,7 +82,7 @@ class SegmentReady(Event, frozen=True):
 class FirstToken(Event, frozen=True, kw_only=True):
     """Token 1, which the prefill node has sampled, and the seed it drew with."""
 
-    token: int
+    token: Count
     logprob: float | None = None
     top_logprobs: Annotated[list[tuple[int, float]], Meta(max_length=1024)] = []
     seed: int = 0
