@@ -1,3 +1,4 @@
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -235,3 +236,15 @@ def test_a_sliding_layer_is_never_cut_to_where_its_window_is_gone():
         session.forward([token])
     with pytest.raises(AssertionError, match="row 202 must be there"):
         session.truncate(301)
+
+
+def test_a_checkpoint_cut_short_or_without_some_weights_is_refused(tmp_path):
+    model("gqa-64").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    with pytest.raises(UnknownModel, match=r"9 weights are not in its files, model\.layers\.3\.input_layernorm"):
+        TransformersEngine.load(str(tmp_path))
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UnknownModel, match="could not be loaded"):
+        TransformersEngine.load(str(tmp_path))

@@ -131,9 +131,15 @@ class TransformersEngine:
         source = resolve(name)
         local = Path(source).is_dir()
         try:
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], local_files_only=local)
-        except (OSError, ValueError) as error:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                source, dtype=DTYPES[dtype], local_files_only=local, output_loading_info=True
+            )
+        except Exception as error:  # of transformers, of safetensors, of whatever a checkpoint is read with
             raise UnknownModel(f"model {name!r} could not be loaded: {_first_line(error)}") from error
+        if missing := sorted(found["missing_keys"]):  # they would be random numbers
+            raise UnknownModel(
+                f"model {name!r} could not be loaded: {len(missing)} weights are not in its files, {missing[0]} first"
+            )
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
         except (OSError, ValueError):
