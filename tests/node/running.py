@@ -46,10 +46,10 @@ class Running:
         return admit.transfer
 
     def idle(self) -> bool:
-        """Wait until nothing is held; False after 10 s."""
+        """Wait until nothing is held; False after 30 s."""
 
         async def wait():
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while True:
                     counters = self.node.server.counters()
                     held = self.node.store.check_integrity()
@@ -59,7 +59,7 @@ class Running:
                     await asyncio.sleep(0.005)
 
         try:
-            return asyncio.run_coroutine_threadsafe(wait(), self.loop).result(20)
+            return asyncio.run_coroutine_threadsafe(wait(), self.loop).result(40)
         except TimeoutError:
             return False
 
