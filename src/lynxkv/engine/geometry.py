@@ -42,7 +42,8 @@ def geometry(model: Any, cache_argument: str) -> tuple[LayerGeometry, ...]:
             )
     except Exception as error:  # whatever a foreign model does with a cache that is not its own kind
         raise UnsupportedModel(
-            f"{config.model_type} does not run on a cache of K and V per layer: {type(error).__name__}: {error}"
+            f"{config.model_type} does not run on a cache of K and V per layer: "
+            f"{type(error).__name__} {str(error)[:200]!r}"
         ) from error
     found = []
     for i, (layer, window) in enumerate(zip(cache.layers, windows, strict=True)):

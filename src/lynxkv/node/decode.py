@@ -61,8 +61,8 @@ class Request:
     def __post_init__(self) -> None:
         if self.on_loss not in ("fail", "recompute"):
             raise RequestError(f"on_loss must be 'fail' or 'recompute', got {self.on_loss!r}")
-        if self.deadline_s <= 0:
-            raise RequestError(f"deadline_s must be above 0 seconds, got {self.deadline_s}")
+        if not 0 < self.deadline_s <= 86400:
+            raise RequestError(f"deadline_s must be above 0 and at most 86400 seconds, got {self.deadline_s}")
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from functools import partial
 
 from lynxkv.codec import CodecSpec, plan
 from lynxkv.engine.base import Engine
-from lynxkv.errors import CapacityExceeded, EngineError, LynxError, TransferRejected
+from lynxkv.errors import CapacityExceeded, EngineError, LynxError, RequestError, TransferRejected
 from lynxkv.node.admission import sampling_from_wire, tokens_from_bytes
 from lynxkv.node.entries import Entry, EntryStore, Listener, entry_key
 from lynxkv.node.spans import CHUNK, Buffer, decode_span, encode_prefill, encode_session, warm
@@ -53,6 +53,9 @@ class PrefillNode:
         max_queue: int = 64,
         name: str = "",
     ) -> None:
+        for option, seconds in (("ttl_s", ttl_s), ("lease_s", lease_s)):
+            if not seconds > 0:
+                raise RequestError(f"{option} must be above 0 seconds, got {seconds}")
         self.engine = engine
         self.store = EntryStore(memory_bytes, ttl_s)
         self.server = Server(
