@@ -114,6 +114,12 @@ def test_more_segments_than_a_manifest_may_have_are_refused():
         decode_event(encode_event(replace(m, segments=m.segments[:1] * 70000)))
 
 
+def test_a_producer_is_told_of_too_many_segments_before_its_peer_refuses_to_read_them():
+    m = make_manifest()
+    with pytest.raises(ProtocolError, match=r"at most 32768 segments \(use a larger chunk\) expected"):
+        check_manifest(replace(m, segments=m.segments[:1] * (1 << 15) + m.segments))
+
+
 def test_a_range_that_starts_inside_a_block_selects_the_segments_that_touch_it():
     m = make_manifest()
     selected = m.select(130, 131, (Tier.ANCHOR, Tier.RESIDUAL))

@@ -105,6 +105,7 @@ def check_manifest(manifest: Manifest) -> None:
     m = manifest
     _require(len(m.shape.layers) <= MAX_LAYERS, "layers", MAX_LAYERS, len(m.shape.layers))
     _require(len(m.spec.overrides) <= len(m.shape.layers), "overrides", len(m.shape.layers), len(m.spec.overrides))
+    _require(len(m.segments) <= MAX_SEGMENTS, "segments (use a larger chunk)", MAX_SEGMENTS, len(m.segments))
     _require(m.tokens <= MAX_TOKENS, "tokens", MAX_TOKENS, m.tokens)
     _require(m.shape.stop <= m.tokens, "positions in the cache", m.tokens, m.shape.stop)
     _require(m.start <= m.stop <= m.shape.stop, "stop", m.shape.stop, m.stop)
