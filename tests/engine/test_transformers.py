@@ -16,6 +16,7 @@ from transformers import (
 
 from lynxkv.codec import Kind
 from lynxkv.engine import models as model_names
+from lynxkv.engine.identity import weights_identity
 from lynxkv.engine.transformers import TransformersEngine
 from lynxkv.errors import EngineError, PromptTooLong, RequestError, UnknownModel, UnsupportedModel
 from models import CONFIGS, VOCAB, dynamic_logits, engine, model, prompt
@@ -248,3 +249,12 @@ def test_a_checkpoint_cut_short_or_without_some_weights_is_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UnknownModel, match="could not be loaded"):
         TransformersEngine.load(str(tmp_path))
+
+
+def test_a_fine_tune_of_one_row_is_another_model():
+    config = LlamaConfig(vocab_size=4000, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    tuned = AutoModelForCausalLM.from_config(config)
+    before = weights_identity(tuned)
+    with torch.no_grad():
+        tuned.get_input_embeddings().weight[1234, 5:9] *= -1
+    assert weights_identity(tuned) != before
