@@ -296,3 +296,23 @@ def test_a_producer_that_works_long_without_data_keeps_lease_and_peer():
             assert sink.error is None
 
     run(main())
+
+
+def test_a_residual_waits_for_its_own_anchor_to_the_last_byte():
+    """Ageing lets residuals through under other transfers' anchors, never under their own."""
+
+    async def main():
+        manifest = make_manifest(8192, 8)
+        async with serving(rate=20e6) as (server, port), linked(port) as link:
+            lease = Lease(manifest, make_data(manifest))
+            server.announce(lease.outgoing)
+            sink = Recorder()
+            seen = []
+            sink.on_landed = lambda _: seen.append(list(incoming.received))
+            incoming = await link.pull(Pull(transfer=manifest.transfer), sink)
+            await incoming.wait()
+            anchor = incoming.received[Tier.ANCHOR]
+            assert anchor > 1_000_000
+            assert all(got[Tier.RESIDUAL] == 0 for got in seen if got[Tier.ANCHOR] < anchor)
+
+    run(main())

@@ -46,6 +46,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def vocab(self) -> int:
+        """Token ids are below this."""
+        ...
+
+    @property
     def eos(self) -> frozenset[int]:
         """Token ids that end an answer."""
         ...

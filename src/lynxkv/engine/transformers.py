@@ -110,6 +110,7 @@ class TransformersEngine:
         self._keep_argument = "logits_to_keep" if "logits_to_keep" in accepted else None
         self.layers = geometry(self.model, self._cache_argument)
         self.context = context(self._config)
+        self.vocab = int(model.get_input_embeddings().num_embeddings)
         self.eos = _eos(model)
         self.fingerprint = self._fingerprint()
 
@@ -196,9 +197,8 @@ class TransformersEngine:
             raise PromptTooLong(
                 f"this model's context is {self.context} tokens; got {len(tokens)} of prompt{more}: shorten either"
             )
-        vocab = self.model.get_input_embeddings().num_embeddings
-        if not (0 <= min(tokens) and max(tokens) < vocab):
-            raise RequestError(f"token ids must be 0..{vocab - 1}, got {min(tokens)}..{max(tokens)}")
+        if not (0 <= min(tokens) and max(tokens) < self.vocab):
+            raise RequestError(f"token ids must be 0..{self.vocab - 1}, got {min(tokens)}..{max(tokens)}")
 
     def prefill(self, tokens: Sequence[int], chunk: int) -> Iterator[tuple[int, TransformersSession, Logits]]:
         """Prefill ``tokens`` in chunks of ``chunk``; yields after each. Errors as :meth:`check_prompt`."""

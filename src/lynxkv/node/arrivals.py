@@ -40,12 +40,17 @@ class Arrivals:
         Of the tokens asked for: another prompt's KV is refused.
     shape, spec
         What this node expects the manifest to say.
+    vocab, seed
+        Token 1 is one of so many ids, and was drawn with this seed.
     observe : callable
         Called for every moment, on the loop's thread.
     """
 
-    def __init__(self, digest: bytes, shape: CacheShape, spec: CodecSpec, observe: Observer) -> None:
+    def __init__(
+        self, digest: bytes, shape: CacheShape, spec: CodecSpec, vocab: int, seed: int, observe: Observer
+    ) -> None:
         self._digest, self._shape, self._spec = digest, shape, spec
+        self._vocab, self._seed = vocab, seed
         self._observe = observe
         self._changed = threading.Condition()
         self._buffers: dict[int, Buffer] = {}
@@ -88,7 +93,12 @@ class Arrivals:
         self._observe(Moment(time.monotonic(), "segment", tier, size))
 
     def first_token(self, event: FirstToken) -> None:
-        """Token 1 came."""
+        """Token 1 came; refuse what this request's sampler cannot have drawn."""
+        if not 0 <= event.token < self._vocab or event.seed != self._seed:
+            raise ProtocolError(
+                f"token 1 of 0..{self._vocab - 1} drawn with seed {self._seed} expected, "
+                f"got {event.token} with seed {event.seed}"
+            )
         with self._changed:
             self._first = event
             self._changed.notify_all()

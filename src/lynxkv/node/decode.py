@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal, TypeVar
 
 import uvloop
@@ -59,6 +60,8 @@ class Request:
     deadline_s: float = 300.0
 
     def __post_init__(self) -> None:
+        if not all(isinstance(token, Integral) for token in self.tokens):
+            raise RequestError("tokens must be integers; encode text with Engine.encode or Engine.chat first")
         if self.on_loss not in ("fail", "recompute"):
             raise RequestError(f"on_loss must be 'fail' or 'recompute', got {self.on_loss!r}")
         if not 0 < self.deadline_s <= 86400:
@@ -197,6 +200,8 @@ class DecodeNode:
         LynxError
             Whatever the peer refused the prompt with.
         """
+        if self._loop.is_closed():
+            raise RequestError("this decode node was closed; make another one")
         return Generation(self._generate(peer, request, observe))
 
     def _generate(self, peer: tuple[str, int], request: Request, observe: Observer) -> Generator[Event, None, Outcome]:
@@ -206,7 +211,7 @@ class DecodeNode:
         shape = engine.shape(len(tokens))
         run = _Run(secrets.token_bytes(16))
         packed = tokens_to_bytes(tokens)
-        arrivals = Arrivals(token_digest(packed), shape, request.spec, observe)
+        arrivals = Arrivals(token_digest(packed), shape, request.spec, engine.vocab, params.seed or 0, observe)
         sampler = Sampler(params, tokens, engine.eos)
         answer = Answer(params, engine.eos, engine.decode if engine.has_text else None)
         admit = Admit(transfer=run.transfer, tokens=packed, spec=request.spec, sampling=sampling_to_wire(params))

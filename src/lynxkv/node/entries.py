@@ -60,7 +60,8 @@ class Entry:
         self.shape = shape
         self.spec = spec
         self.segments = segments
-        self.reserved = sum(segment_bounds(shape, spec, segment)[0] for segment in segments)
+        self._least = tuple(segment_bounds(shape, spec, segment)[0] for segment in segments)
+        self.reserved = sum(self._least)
         self.readers = 0
         self.used = time.monotonic()
         self.error: LynxError | None = None
@@ -91,6 +92,10 @@ class Entry:
             listener.finished(logits)
         if error is not None:
             listener.failed(error)
+
+    def beyond_reserved(self, index: int, buffer: Buffer) -> int:
+        """Bytes of a segment that were not reserved: the raw values of groups the codec flagged."""
+        return buffer.nbytes - self._least[index]
 
     def put(self, index: int, buffer: Buffer) -> None:
         """Segment ``index`` is encoded."""
@@ -189,6 +194,18 @@ class EntryStore:
         finally:
             with self._lock:
                 self._waiting.discard(wake)
+
+    def grow(self, entry: Entry, size: int) -> None:
+        """Reserve ``size`` more bytes for ``entry``; CapacityExceeded where no idle entry can make way for them."""
+        if size <= 0:
+            return
+        with self._lock:
+            if not self._make_room(size):
+                raise CapacityExceeded(
+                    f"an entry needs {size} bytes more than its shape, for values beyond the codec's range; "
+                    f"{self.used_bytes} of {self.memory_bytes} are in use: raise the prefill node's memory bound"
+                )
+            entry.reserved += size
 
     def release(self, entry: Entry) -> None:
         """One reader less."""

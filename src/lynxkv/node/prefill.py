@@ -67,6 +67,7 @@ class PrefillNode:
         self._max_queue = max_queue
         self._jobs: dict[bytes, Entry] = {}
         self._held: dict[bytes, tuple[Outgoing, Entry]] = {}
+        self._waiting: set[bytes] = set()
         self._tend_s = min(5.0, lease_s / 4, ttl_s / 4)
         self._tending: asyncio.TimerHandle | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="prefill")
@@ -88,10 +89,14 @@ class PrefillNode:
         await self._loop.run_in_executor(None, lambda: self._worker.shutdown(cancel_futures=True))
 
     def _tend(self) -> None:
-        """Free what nobody reads and whose time is over; keep the leases of those who wait for a prefill."""
+        """Free what nobody reads and whose time is over; keep the leases of those who wait for a prefill.
+
+        An admission whose peer went away is neither pulled nor waited for: its lease ends.
+        """
         self.store.expire()
-        for outgoing, entry in list(self._held.values()):
-            if not entry.complete:
+        for transfer, (outgoing, entry) in list(self._held.items()):
+            waited_for = transfer in self._waiting or self.server.is_pulled(transfer)
+            if waited_for and not entry.complete:
                 outgoing.renew()
         self._tending = self._loop.call_later(self._tend_s, self._tend)
 
@@ -113,7 +118,11 @@ class PrefillNode:
         settled = asyncio.Event()
         entry.listen(self._listener(outgoing, tokens, params, settled))
         if admit.options.get("wait"):
-            await settled.wait()
+            self._waiting.add(admit.transfer)
+            try:
+                await settled.wait()
+            finally:
+                self._waiting.discard(admit.transfer)
             if entry.error is not None:
                 raise entry.error
 
@@ -222,6 +231,7 @@ class PrefillNode:
 
     def _put(self, entry: Entry, index: int, data: Buffer) -> None:
         self._check_wanted(entry)
+        self.store.grow(entry, entry.beyond_reserved(index, data))
         entry.put(index, data)
 
     def _check_wanted(self, entry: Entry) -> None:

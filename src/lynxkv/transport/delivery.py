@@ -27,13 +27,13 @@ class Delivery:
         self._writers: dict[Tier, SegmentWriter] = {}
         self._resent: set[int] = set()
 
-    def ready(self, segment: int) -> Tier | None:
-        """A segment is there: its tier has bytes to send. None if this pull does not want it."""
+    def ready(self, segment: int) -> bool:
+        """A segment is there: its tier has bytes to send. False if this pull does not want it."""
         tier = self.outgoing.manifest.segments[segment].tier
         if segment not in self._left.get(tier, ()):
-            return None
+            return False
         heapq.heappush(self._ready[tier], segment)
-        return tier
+        return True
 
     def has(self, tier: Tier) -> bool:
         """Whether ``tier`` has bytes to send now."""
@@ -83,10 +83,10 @@ class Delivery:
         """Tell the peer that ``tier`` is complete; bytes written."""
         return self.connection.send(TierEnd(tier), self.outgoing.transfer, self.generation)
 
-    def resend(self, segment: int) -> Tier | None:
-        """Send a segment again from its first byte, once; None if that cannot be."""
+    def resend(self, segment: int) -> bool:
+        """Send a segment again from its first byte, once; False if that cannot be."""
         if segment not in self.selected or segment in self._resent or segment not in self.outgoing.segments:
-            return None
+            return False
         self._resent.add(segment)
         tier = self.outgoing.manifest.segments[segment].tier
         writer = self._writers.get(tier)
@@ -95,7 +95,7 @@ class Delivery:
         self._left[tier].add(segment)
         if segment not in self._ready[tier]:
             heapq.heappush(self._ready[tier], segment)
-        return tier
+        return True
 
     def _event(self, event: SegmentReady) -> bytes:
         return control_frame(self.connection.version, event, self.outgoing.transfer, self.generation)

@@ -56,9 +56,9 @@ class Pump:
         """How many tiers of ``delivery`` have bytes to send."""
         return sum((delivery, tier) in self._scheduler for tier in delivery.tiers)
 
-    def add(self, delivery: Delivery, tier: Tier) -> None:
-        """The delivery has bytes of ``tier`` to send."""
-        self._scheduler.add((delivery, tier), tier, delivery.connection)
+    def add(self, delivery: Delivery) -> None:
+        """The delivery has bytes to send."""
+        self._offer(delivery)
         self._soon()
 
     def drop(self, delivery: Delivery) -> None:
@@ -104,6 +104,18 @@ class Pump:
         self._handle = None
         self.run()
 
+    def _offer(self, delivery: Delivery) -> None:
+        """Of the delivery's tiers only the first that has bytes is a flow.
+
+        Ageing is between transfers: a residual is of no use before its own anchor, and must not slow it.
+        """
+        first = next((tier for tier in delivery.tiers if delivery.has(tier)), None)
+        for tier in delivery.tiers:
+            if tier is first:
+                self._scheduler.add((delivery, tier), tier, delivery.connection)
+            else:
+                self._scheduler.remove((delivery, tier))
+
     def _write(self, delivery: Delivery, tier: Tier) -> None:
         flow = (delivery, tier)
         try:
@@ -114,8 +126,7 @@ class Pump:
         self.charge(sent)
         self._scheduler.charge(flow, sent)
         self._on_sent(delivery)
-        if not delivery.has(tier):
-            self._scheduler.remove(flow)
+        self._offer(delivery)
 
 
 def _is_writable(connection: Connection) -> bool:

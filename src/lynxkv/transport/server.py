@@ -110,7 +110,7 @@ class Server:
         self._progress: dict[bytes, float] = {}
         self._deliveries: dict[bytes, Delivery] = {}
         self._parked: dict[bytes, _Parked] = {}
-        self._admitting: dict[bytes, asyncio.Task[None]] = {}
+        self._admitting: dict[bytes, tuple[Connection, asyncio.Task[None]]] = {}
         self._finished: OrderedDict[bytes, str] = OrderedDict()
         self._untold: OrderedDict[bytes, LynxError] = OrderedDict()
         self._listener: asyncio.Server | None = None
@@ -160,6 +160,10 @@ class Server:
         bound = self._listener.sockets[0].getsockname()
         return str(bound[0]), int(bound[1])
 
+    def is_pulled(self, transfer: bytes) -> bool:
+        """Whether somebody receives ``transfer`` now."""
+        return transfer in self._deliveries
+
     def announce(self, outgoing: Outgoing) -> None:
         """Take a transfer under lease; a pull that waits for it starts at once.
 
@@ -201,7 +205,7 @@ class Server:
         left = tuple(self._transfers)
         for outgoing in list(self._transfers.values()):
             self._fail(outgoing, Released.DRAINED, TransferError(f"{outgoing!r}: the server stopped before its end"))
-        for task in self._admitting.values():
+        for _, task in self._admitting.values():
             task.cancel()
         return left
 
@@ -214,7 +218,7 @@ class Server:
             self._fail(outgoing, Released.DRAINED, TransferError(f"{outgoing!r}: the server was closed"))
         for transfer in list(self._parked):
             self._unpark(transfer, TransferRejected("the server was closed"))
-        for task in self._admitting.values():
+        for _, task in self._admitting.values():
             task.cancel()
         for connection in list(self._connections):
             connection.close(TransferError("the server was closed"))
@@ -249,6 +253,9 @@ class Server:
             self._parked.pop(transfer).timer.cancel()
         for delivery in [d for d in self._deliveries.values() if d.connection is connection]:
             self._release(delivery.outgoing, Released.PEER_LOST, str(error))
+        for asked, task in self._admitting.values():
+            if asked is connection:
+                task.cancel()
 
     def received(self, connection: Connection, frame: Frame) -> None:
         """Do what a peer asks."""
@@ -277,18 +284,17 @@ class Server:
 
     def put(self, outgoing: Outgoing, segment: int) -> None:
         """Send a segment if it is wanted."""
-        self._touch(outgoing)
         delivery = self._deliveries.get(outgoing.transfer)
         if delivery is not None:
-            tier = delivery.ready(segment)
-            if tier is not None:
-                self._pump.add(delivery, tier)
+            self._touch(outgoing)
+            if delivery.ready(segment):
+                self._pump.add(delivery)
 
     def token(self, outgoing: Outgoing) -> None:
         """Send token 1 ahead of everything."""
-        self._touch(outgoing)
         delivery = self._deliveries.get(outgoing.transfer)
         if delivery is not None and outgoing.first is not None:
+            self._touch(outgoing)
             self._send(delivery, outgoing.first)
 
     def renewed(self, outgoing: Outgoing) -> None:
@@ -329,7 +335,7 @@ class Server:
             connection.send(failed(e), transfer)
             return
         task = self._loop.create_task(self._ask(self.on_admit, connection, admit))
-        self._admitting[transfer] = task
+        self._admitting[transfer] = connection, task
         task.add_done_callback(lambda _: self._admitting.pop(transfer, None))
 
     async def _ask(self, on_admit: OnAdmit, connection: Connection, admit: Admit) -> None:
@@ -406,9 +412,8 @@ class Server:
         if outgoing.released is not None:
             return
         for segment in outgoing.segments:
-            tier = delivery.ready(segment)
-            if tier is not None:
-                self._pump.add(delivery, tier)
+            delivery.ready(segment)
+        self._pump.add(delivery)
         for tier in delivery.tiers:
             if delivery.ended(tier):
                 self._pump.charge(delivery.end(tier))
@@ -443,11 +448,10 @@ class Server:
         delivery = self._deliveries.get(transfer)
         if delivery is None or delivery.connection is not connection:
             return
-        tier = delivery.resend(segment)
-        if tier is None:
+        if not delivery.resend(segment):
             raise ProtocolError(f"{connection!r} asked for segment {segment} again, which it may not")
         log.warning("%r: segment %d arrived corrupt at %r; sending it again", delivery.outgoing, segment, connection)
-        self._pump.add(delivery, tier)
+        self._pump.add(delivery)
 
     def _fail(self, outgoing: Outgoing, reason: Released, error: LynxError) -> None:
         delivery = self._deliveries.get(outgoing.transfer)
