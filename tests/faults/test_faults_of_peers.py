@@ -10,7 +10,7 @@ from lynxkv.engine.transformers import TransformersEngine
 from lynxkv.errors import HandshakeRefused, ProtocolError, RequestError, TransferRejected
 from lynxkv.node.decode import DecodeNode, Request
 from lynxkv.speculation import SamplingParams
-from lynxkv.wire import token_digest
+from lynxkv.wire import FirstToken, token_digest
 from models import CONFIGS, _llama, _sliding, engine, prompt
 from node.running import Asked, finish, prefill_node
 from node.slow import SlowEngine
@@ -143,3 +143,23 @@ def test_a_prefill_that_breaks_tells_everyone_who_waits():
         assert run.idle()
         slow.between = lambda: None
         assert finish(one.generate(run.address, request()))[1].finish == "length"
+
+
+@pytest.mark.parametrize("change", [{"token": 10**6}, {"seed": 12345}])
+def test_a_token_1_this_request_cannot_have_drawn_is_refused(change, monkeypatch):
+    """Field report 1."""
+    monkeypatch.setattr("lynxkv.node.prefill.FirstToken", lambda **fields: FirstToken(**{**fields, **change}))
+    with prefill_node(engine(NAME)) as run, DecodeNode(engine(NAME)) as node:
+        with pytest.raises(ProtocolError, match="token 1 of 0..198"):
+            finish(node.generate(run.address, request()))
+        assert run.idle()
+
+
+def test_a_closed_node_and_tokens_that_are_text_are_refused_in_one_line():
+    node = DecodeNode(engine(NAME))
+    node.close()
+    with pytest.raises(RequestError, match="closed"):
+        node.generate(("127.0.0.1", 1), request())
+    for tokens in (("a",), (1.5,)):
+        with pytest.raises(RequestError, match="integers"):
+            Request(tokens)

@@ -149,6 +149,18 @@ def test_a_wait_for_room_that_is_cancelled_holds_nothing():
     assert store.get(second.key) is None
 
 
+def test_bytes_beyond_a_reservation_take_idle_room_and_are_refused_without_any(clock):
+    store = store_of(2, clock)
+    complete(store, "idle")
+    item = entry("grown")
+    add(store, item)
+    store.grow(item, 1)
+    assert store.check_integrity() == Holdings(1, SIZE + 1, 1)
+    with pytest.raises(CapacityExceeded, match="memory bound"):
+        store.grow(item, SIZE)
+    assert store.check_integrity() == Holdings(1, SIZE + 1, 1)
+
+
 def test_two_of_one_key_are_one_entry_with_two_readers(clock):
     store = store_of(4, clock)
     first, twin = entry("same"), entry("same")
@@ -393,3 +405,16 @@ def test_a_node_that_stops_does_not_wait_for_admissions_that_wait_for_room():
             eng.go.set()
         with pytest.raises(TransferError):
             asked.outcome()
+
+
+def test_admissions_nobody_pulls_end_and_are_not_prefilled():
+    """Field report 2: a peer that went away after it asked."""
+    eng = SlowEngine(engine("mqa-80"), chunks=1)
+    with prefill_node(eng, chunk=64, lease_s=0.4) as run:
+        for seed in range(3):
+            run.admit(prompt(300, seed=seed))
+        run.until(lambda: run.node.server.counters().leases == 0)
+        eng.go.set()
+        assert run.idle()
+        run.until(lambda: not run.node._jobs)
+        assert eng.prefills == 1
