@@ -150,7 +150,7 @@ def test_a_token_1_this_request_cannot_have_drawn_is_refused(change, monkeypatch
     """Field report 1."""
     monkeypatch.setattr("lynxkv.node.prefill.FirstToken", lambda **fields: FirstToken(**{**fields, **change}))
     with prefill_node(engine(NAME)) as run, DecodeNode(engine(NAME)) as node:
-        with pytest.raises(ProtocolError, match="token 1 of 0..198"):
+        with pytest.raises(ProtocolError, match=r"token 1 of 0\.\.198"):
             finish(node.generate(run.address, request()))
         assert run.idle()
 
