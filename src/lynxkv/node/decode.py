@@ -62,6 +62,10 @@ class Request:
     def __post_init__(self) -> None:
         if not all(isinstance(token, Integral) for token in self.tokens):
             raise RequestError("tokens must be integers; encode text with Engine.encode or Engine.chat first")
+        if self.cap < 0:
+            raise RequestError(f"the draft cap must be >= 0, got {self.cap}")
+        if self.verify not in ("batched", "stepwise"):
+            raise RequestError(f"verify must be 'batched' or 'stepwise', got {self.verify!r}")
         if self.on_loss not in ("fail", "recompute"):
             raise RequestError(f"on_loss must be 'fail' or 'recompute', got {self.on_loss!r}")
         if not 0 < self.deadline_s <= 86400:
@@ -160,12 +164,19 @@ class DecodeNode:
         """Cancel what is pulled, close every link, end the thread; idempotent."""
         if self._loop.is_closed():
             return
-        for link in self._links.values():
-            self._call(link.close())
-        self._links.clear()
+        self._call(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _end(self) -> None:
+        for link in self._links.values():
+            await link.close()
+        self._links.clear()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     def warm(self, specs: Sequence[CodecSpec]) -> None:
         """Compile the codec's kernels for ``specs``, so that no request waits for it."""
