@@ -29,7 +29,7 @@ class Running:
 
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(30)
 
-    def until(self, condition, seconds: float = 30.0) -> None:
+    def until(self, condition, seconds: float = 90.0) -> None:
         """Let the node's loop run until ``condition()`` holds."""
 
         async def wait():
@@ -49,7 +49,7 @@ class Running:
         """Wait until nothing is held; False after 30 s."""
 
         async def wait():
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(90):
                 while True:
                     counters = self.node.server.counters()
                     held = self.node.store.check_integrity()
@@ -59,7 +59,7 @@ class Running:
                     await asyncio.sleep(0.005)
 
         try:
-            return asyncio.run_coroutine_threadsafe(wait(), self.loop).result(40)
+            return asyncio.run_coroutine_threadsafe(wait(), self.loop).result(100)
         except TimeoutError:
             return False
 
@@ -71,7 +71,7 @@ def prefill_node(engine, **options) -> Iterator[Running]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     node = PrefillNode(engine, **options)
-    address = asyncio.run_coroutine_threadsafe(node.start("127.0.0.1", 0), loop).result(10)
+    address = asyncio.run_coroutine_threadsafe(node.start("127.0.0.1", 0), loop).result(120)
     try:
         yield Running(node, loop, address)
     finally:
@@ -116,7 +116,7 @@ class Asked(threading.Thread):
 
     def outcome(self):
         """What came of it; its error is raised."""
-        self.join(60)
+        self.join(120)
         assert not self.is_alive(), "the generation hangs"
         if self._error is not None:
             raise self._error
