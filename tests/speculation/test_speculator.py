@@ -99,7 +99,7 @@ def test_eos_in_a_draft_stops_drafting_and_nothing_else():
 
 
 def test_eos_inside_an_accepted_window_leaks_no_token_logprob_or_text():
-    """FIELD 14."""
+    """Field report 14."""
     params = SamplingParams(max_tokens=40, logprobs=2)
     tokens = plain(params).tokens
     params = SamplingParams(max_tokens=40, logprobs=2, stop=(detokenize(tokens[4:6]),))

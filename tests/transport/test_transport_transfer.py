@@ -276,7 +276,7 @@ def test_a_segment_is_received_where_the_sink_wants_it():
 
 
 def test_a_producer_that_works_long_without_data_keeps_lease_and_peer():
-    """FIELD 3: a wait has a deadline, and a slow prefill is no dead one."""
+    """Field report 3: a wait has a deadline, and a slow prefill is no dead one."""
 
     async def main():
         manifest = make_manifest()

@@ -44,7 +44,7 @@ def plan(
     """All segments of a cache, in sending order: tier, then token range, then K before V, then layers.
 
     The anchor goes token range by token range, so that it streams while prefill runs. Later tiers send
-    K of the whole sequence before any V: K's residual is worth far more (DESIGN section 4).
+    K of the whole sequence before any V: K's residual is worth far more.
 
     Parameters
     ----------

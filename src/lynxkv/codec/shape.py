@@ -46,7 +46,7 @@ class LayerShape:
         return self.k_dim if kind is Kind.K else self.v_dim
 
     def rows(self, spec: CodecSpec) -> Rows:
-        """Which rows are coded (DESIGN section 4: only whole blocks; ``recent`` last tokens stay raw)."""
+        """Which rows are coded (docs/format.md: only whole blocks; ``recent`` last tokens stay raw)."""
         coded = -(-self.start // BLOCK) * BLOCK
         tail = (self.stop - spec.recent) // BLOCK * BLOCK
         if spec.raw or tail <= coded:

@@ -41,7 +41,7 @@ class Bits:
 
     @property
     def steps(self) -> int:
-        """Fine steps between a group's min and max: ``(2^a - 1) * 2^r`` (DESIGN: 240 for 4+4)."""
+        """Fine steps between a group's min and max: ``(2^a - 1) * 2^r`` (240 for 4+4)."""
         return ((1 << self.anchor) - 1) << self.residual
 
 

@@ -1,4 +1,4 @@
-"""Draft on the anchor, refine, verify once on the target, decode on (DESIGN section 6; arXiv 2607.01831)."""
+"""Draft on the anchor, refine, verify once on the target, decode on (docs/how-it-works.md; arXiv 2607.01831)."""
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
