@@ -4,7 +4,6 @@ It pulls the entry once more, decodes every segment at once to transformers' own
 one token at a time.
 """
 
-import inspect
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -105,7 +104,6 @@ def plain_decode(
     ``params`` need a seed. The sampler is the product's own, since its noise is part of what equality means;
     greedy decoding is an argmax here.
     """
-    argument = "cache" if "cache" in inspect.signature(engine.model.forward).parameters else "past_key_values"
     sampler = Sampler(params, tokens, engine.eos)
     greedy = params == replace(_GREEDY, seed=params.seed, max_tokens=params.max_tokens, stop=params.stop)
     answer = [first]
@@ -120,7 +118,12 @@ def plain_decode(
             return answer, "length"
         with torch.inference_mode():
             ids = torch.tensor([[answer[-1]]])
-            row = engine.model(input_ids=ids, use_cache=True, **{argument: cache}).logits[0, -1].float().numpy()
+            row = (
+                engine.model(input_ids=ids, use_cache=True, **{engine.cache_argument: cache})
+                .logits[0, -1]
+                .float()
+                .numpy()
+            )
         answer.append(int(np.argmax(row)) if greedy else sampler.draw(row, answer).token)
 
 

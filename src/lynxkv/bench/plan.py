@@ -2,8 +2,6 @@
 
 import msgspec
 
-from lynxkv.bench.schemes import SCHEMES
-
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What to run."""
@@ -15,8 +13,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     document: str | None = None
     prompt: str | None = None
-    schemes: tuple[str, ...] = tuple(SCHEMES)
     max_tokens: int
     temperature: float
     seed: int | None
-    ignore_eos: bool = False

@@ -106,9 +106,9 @@ class TransformersEngine:
             )
         self._config = model.config.get_text_config(decoder=True)
         accepted = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
+        self.cache_argument = "cache" if "cache" in accepted else "past_key_values"
         self._keep_argument = "logits_to_keep" if "logits_to_keep" in accepted else None
-        self.layers = geometry(self.model, self._cache_argument)
+        self.layers = geometry(self.model, self.cache_argument)
         self.context = context(self._config)
         self.vocab = int(model.get_input_embeddings().num_embeddings)
         self.eos = _eos(model)
@@ -212,7 +212,7 @@ class TransformersEngine:
     def run(self, buffers: Buffers, tokens: Sequence[int], keep: int) -> Logits:
         """One forward pass over ``tokens`` after what ``buffers`` hold; logits of the last ``keep`` rows."""
         ids = torch.tensor([list(tokens)], dtype=torch.long, device=self.model.device)
-        arguments: dict[str, Any] = {self._cache_argument: buffers, "use_cache": True}
+        arguments: dict[str, Any] = {self.cache_argument: buffers, "use_cache": True}
         if self._keep_argument:
             arguments[self._keep_argument] = keep
         with torch.inference_mode():
