@@ -1,0 +1,1 @@
+"""HTTP: workers and router with an OpenAI API, the page, and what operators look at."""
