@@ -44,12 +44,24 @@ class TransferRejected(TransferError):
     """The peer refused a transfer: unknown, duplicate, cancelled, or no room."""
 
 
+class Cancelled(TransferError):
+    """The request was cancelled on this side; never comes over the wire."""
+
+
 class StaleGeneration(TransferError):
     """Data from an earlier life of the producer; it was dropped."""
 
 
 class CapacityExceeded(LynxError):
     """A memory bound would be broken by something that can never fit in it."""
+
+
+class Overloaded(LynxError):
+    """There is no room now; ask again after ``retry_after_s`` seconds."""
+
+    def __init__(self, *args: object, retry_after_s: float = 1.0) -> None:
+        super().__init__(*args)
+        self.retry_after_s = retry_after_s
 
 
 class EngineError(LynxError):

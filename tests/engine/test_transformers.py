@@ -58,6 +58,12 @@ def test_sliding_layers_hold_a_window_and_a_chunk_and_no_more():
     assert rows == [99 + 65, 1000, 99 + 65, 99 + 65]
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_bytes_of_a_session_are_known_before_it_is_opened(name):
+    eng = engine(name)
+    assert eng.session_bytes(700, 65) == eng.open(700, 65).nbytes
+
+
 def test_kv_moves_to_another_session_and_decoding_goes_on_as_before():
     eng = engine("sliding-mqa", kv_dtype="float32")
     tokens = prompt(301)

@@ -95,7 +95,18 @@ def test_eos_in_a_draft_stops_drafting_and_nothing_else():
     assert refinement.blocked
     assert answer.tokens == expected.tokens
     assert answer.finish == "stop"
-    assert not any(e.finish for e in events[: events.index(Drafted(1, answer.tokens[1]))] if isinstance(e, Verified))
+    first = next(i for i, e in enumerate(events) if isinstance(e, Drafted))
+    assert not any(e.finish for e in events[:first] if isinstance(e, Verified))
+
+
+def test_drafts_carry_the_text_that_would_be_certain_with_them():
+    params = SamplingParams(max_tokens=12)
+    tokens = plain(params).tokens
+    held_back = detokenize(tokens[4:6])
+    answer, events, *_ = speculate(SamplingParams(max_tokens=12, stop=(held_back + "?",)), noise=0.0, steps=1000)
+    drafted = [e.text for e in events if isinstance(e, Drafted)]
+    assert events[0].text + "".join(drafted) == answer.text
+    assert drafted[3:6] == ["", "", detokenize(tokens[4:7])]
 
 
 def test_eos_inside_an_accepted_window_leaks_no_token_logprob_or_text():

@@ -771,12 +771,13 @@ def test_a_producer_that_fails_tells_the_decode_side_its_own_error():
     run(main())
 
 
-def test_an_unknown_failure_code_is_a_transfer_error():
+@pytest.mark.parametrize("code", ["SystemExit", "Cancelled"])
+def test_a_failure_code_that_is_unknown_or_not_a_peers_to_say_is_a_transfer_error(code):
     manifest = from_bad_peer(make_manifest(128, 1))
 
     async def talk(wire):
         await wire.expect(Pull)
-        wire.say(Failed("SystemExit", "boo"), manifest.transfer)
+        wire.say(Failed(code, "boo"), manifest.transfer)
         await wire.frame()
 
     sink = told_by(talk, manifest)

@@ -68,6 +68,10 @@ class Engine(Protocol):
         """The KV handed over for a prompt of ``tokens`` tokens."""
         ...
 
+    def session_bytes(self, capacity: int, append: int) -> int:
+        """``nbytes`` of the session that :meth:`open` would give."""
+        ...
+
     def open(self, capacity: int, append: int) -> KVSession:
         """An empty session for ``capacity`` tokens; at most ``append`` are appended before old rows may drop."""
         ...

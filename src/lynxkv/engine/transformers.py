@@ -162,26 +162,30 @@ class TransformersEngine:
             ),
         )
 
+    def session_bytes(self, capacity: int, append: int) -> int:
+        """``nbytes`` of the session that :meth:`open` would give."""
+        values = sum(
+            rows * g.kv_heads * (g.k_dim + g.v_dim)
+            for g, rows in zip(self.layers, self._rows(capacity, append), strict=True)
+        )
+        return values * int(self.model.dtype.itemsize)
+
     def open(self, capacity: int, append: int) -> TransformersSession:
         """An empty session; sliding layers hold ``window - 1 + append`` rows, the others ``capacity``."""
         device, dtype = self.model.device, self.model.dtype
+        rows = self._rows(capacity, append)
         return TransformersSession(
             self,
             Buffers(
                 [
-                    Layer(
-                        g.kv_heads,
-                        g.k_dim,
-                        g.v_dim,
-                        g.window,
-                        min(capacity, g.window - 1 + append) if g.window else capacity,
-                        dtype,
-                        device,
-                    )
-                    for g in self.layers
+                    Layer(g.kv_heads, g.k_dim, g.v_dim, g.window, held, dtype, device)
+                    for g, held in zip(self.layers, rows, strict=True)
                 ]
             ),
         )
+
+    def _rows(self, capacity: int, append: int) -> list[int]:
+        return [min(capacity, g.window - 1 + append) if g.window else capacity for g in self.layers]
 
     def check_prompt(self, tokens: Sequence[int], room: int = 0) -> None:
         """Refuse what cannot be run: a prompt that with ``room`` more tokens leaves the context, or foreign ids.

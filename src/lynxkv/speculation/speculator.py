@@ -44,10 +44,14 @@ class Refinement(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A token decoded on less than the target, at output position ``position``."""
+    """A token decoded on less than the target, at output position ``position``.
+
+    ``text`` is what would be certain with it if this draft and those before it were right.
+    """
 
     position: int
     token: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +144,9 @@ class Speculator:
         while not self._refinement.refine(block=len(drafts) >= self._cap or ahead.finish is not None):
             row = self._session.forward([ahead.draws[-1].token])[0]
             draw = self._sampler.draw(row, ahead.tokens)
-            yield Drafted(len(ahead.draws), draw.token)
-            ahead.push(draw)
             drafts.append(draw.token)
+            position = len(ahead.draws)
+            yield Drafted(position, draw.token, ahead.push(draw).text)
         return drafts
 
     def _check(self, drafts: list[int]) -> Iterator[Event]:

@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from lynxkv import errors
 from lynxkv.codec.spec import CodecSpec, Tier
-from lynxkv.errors import LynxError, ProtocolError, TransferError
+from lynxkv.errors import Cancelled, LynxError, ProtocolError, TransferError
 from lynxkv.wire.fingerprint import Fingerprint
 from lynxkv.wire.manifest import Count, Manifest, TransferId
 
@@ -148,7 +148,9 @@ AnyEvent: TypeAlias = (
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
 _CODES: dict[str, type[LynxError]] = {
-    name: cls for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, LynxError)
+    name: cls
+    for name, cls in vars(errors).items()
+    if isinstance(cls, type) and issubclass(cls, LynxError) and cls is not Cancelled
 }
 
 
