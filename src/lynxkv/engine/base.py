@@ -1,6 +1,6 @@
 """What the nodes ask of a model runtime."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -84,8 +84,11 @@ class Engine(Protocol):
         """Token ids of ``text`` as it stands."""
         ...
 
-    def chat(self, prompt: str) -> list[int]:
-        """Token ids of one user turn in the model's chat template; plain text where it has none."""
+    def chat(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of one user turn, or of turns of ``role`` and ``content``, in the model's chat template.
+
+        Ready for the answer; plain text where the model has no template. RequestError for turns it does not take.
+        """
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
 """The embedded engine: Hugging Face causal LMs whose cache is K and V per layer."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from jinja2 import TemplateError
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -228,14 +229,22 @@ class TransformersEngine:
         """Token ids of ``text`` as it stands."""
         return list(self._tokenizer()(text)["input_ids"])
 
-    def chat(self, prompt: str) -> list[int]:
-        """One user turn in the chat template, ready for the answer; plain text where there is no template."""
+    def chat(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+        """One user turn, or several turns, in the chat template; plain text where there is no template.
+
+        Raises
+        ------
+        RequestError
+            The template does not take these turns.
+        """
         tokenizer = self._tokenizer()
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(turn) for turn in prompt]
         if not getattr(tokenizer, "chat_template", None):
-            return self.encode(prompt)
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-        )
+            return self.encode("\n\n".join(turn["content"] for turn in turns))
+        try:
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise RequestError(f"messages do not fit this model's chat template: {error}") from error
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str:
