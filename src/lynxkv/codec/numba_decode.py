@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from lynxkv.codec.numba_decode_nibbles import decode_nibbles
 from lynxkv.codec.numba_decode_rows import (
     INEXACT,
     add_codes,
@@ -66,10 +67,12 @@ def decode_heads(
     if not fine_size:
         # Whole coarse steps: a power of two moves from k to the step, which changes no rounding.
         steps >>= r
+    direct = a == 4 and (r == 4 or not fine_size) and dim % LANES == 0
     itemsize = cells.itemsize
     groups = dim if per_channel else 64 * ((dim + 63) // 64)
     low, step = np.empty(groups, np.float32), np.empty(groups, np.float32)
     low_pairs, step_pairs = np.empty(dim, np.float32), np.empty(dim, np.float32)
+    lows, widths = (low_pairs, step_pairs) if per_channel else (low, step)
     codes, full = np.empty(8 * dim, np.uint8), np.empty(8 * dim, k.dtype)
     status = np.zeros(LANES, np.int32)
     for h in range(len(flagged)):
@@ -100,7 +103,13 @@ def decode_heads(
                 flagged[h] += flagged_elements(patterns, at // itemsize, groups, dim, per_channel, void, flag)
             at += 2 * groups * itemsize
             begin = max(skip - row, void)
-            for octet in range(begin // 8, 8):
+            whole = (begin + 7) // 8 if direct and exact else 8
+            if whole < 8:
+                decode_nibbles(
+                    anchor, at + 4 * dim * whole, residual, fine_at + 4 * dim * whole, fine_size > 0, dim, per_channel,
+                    lows, widths, cells, out, own + (row + 8 * whole) * stride, stride, whole * groups // 8, 8 - whole,
+                )  # fmt: skip
+            for octet in range(begin // 8, whole):
                 if a == 4:
                     set_nibbles(anchor, at + 4 * dim * octet, dim, k)
                 else:

@@ -1,7 +1,7 @@
 """The steps of decoding a block, as Numba intrinsics on rows of flat arrays."""
 # ruff: noqa: ARG001 - Numba binds the arguments of an intrinsic by name; its typing function need not use them.
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -34,7 +34,7 @@ def copy_row(_: Any, cells: Any, at: Any, dim: Any, out: Any, to: Any) -> Any:
         rows.strips(
             dim,
             LANES,
-            lambda c, lanes: _emit(rows, rows.load(0, rows.plus(at, c), lanes), cells, out, 3, rows.plus(to, c)),
+            lambda c, lanes: emit(rows, rows.load(0, rows.plus(at, c), lanes), cells, out, 3, rows.plus(to, c)),
         )
 
     return intrinsic_of(build, cells, INDEX, INDEX, out, INDEX)
@@ -181,11 +181,12 @@ def _dequantize_k(exact: bool) -> Any:
                         halves = [
                             (rows.load_real(4, i, lanes // 2), rows.load_real(5, i, lanes // 2)) for i in (even, odd)
                         ]
-                        _emit(rows, _cells_by_pairs(rows, at, lanes, halves, cells), cells, out, 8, own)
+                        cell = cells_by_pairs(rows.b, rows.load(0, at, lanes), halves, cache_dtype(cells))
+                        emit(rows, cell, cells, out, 8, own)
                         return
                     low, step = (_one(rows, i, c, dim) if exact else rows.load_real(i, c, lanes) for i in (4, 5))
                     most = None if exact else rows.load(6, rows.plus(high, c), lanes)
-                    _emit(rows, _cell(rows, at, low, step, most, cells), cells, out, 8, own)
+                    emit(rows, _cell(rows, at, low, step, most, cells), cells, out, 8, own)
 
                 rows.strips(dim, 2 * LANES, strip)
 
@@ -214,11 +215,12 @@ def _dequantize_v(exact: bool) -> Any:
                     at, own = rows.plus(rows.times(t, dim), c), rows.plus(to, rows.times(t, stride), c)
                     if exact and lanes > 1:
                         half = rows.spread(4, slot, F32, lanes // 2), rows.spread(5, slot, F32, lanes // 2)
-                        _emit(rows, _cells_by_pairs(rows, at, lanes, [half, half], cells), cells, out, 8, own)
+                        cell = cells_by_pairs(rows.b, rows.load(0, at, lanes), [half, half], cache_dtype(cells))
+                        emit(rows, cell, cells, out, 8, own)
                         return
                     low, step = (rows.spread(i, slot, F32, lanes) for i in (4, 5))
                     most = None if exact else rows.spread(6, rows.plus(high, slot), rows.element(6), lanes)
-                    _emit(rows, _cell(rows, at, low, step, most, cells), cells, out, 8, own)
+                    emit(rows, _cell(rows, at, low, step, most, cells), cells, out, 8, own)
 
                 rows.groups(dim, part)
 
@@ -249,18 +251,17 @@ def _one(rows: Rows, array: int, c: Any, dim: Any) -> Any:
     return rows.load_real(array, index, 1)
 
 
-def _cells_by_pairs(rows: Rows, at: Any, lanes: int, halves: list[tuple[Any, Any]], cells: Any) -> Any:
-    """Cells of the fine steps ``k[at …]``, even and odd ones apart, which spares the shuffles of narrowing.
+def cells_by_pairs(b: Any, steps: Any, halves: Sequence[tuple[Any, Any]], dtype: str) -> Any:
+    """Cells of a vector of fine steps, even and odd ones apart, which spares the shuffles of narrowing.
 
     ``halves`` are min and step of the even and of the odd ones.
     """
-    b, dtype = rows.b, cache_dtype(cells)
-    width = rows.element(0).width
-    both = b.bitcast(rows.load(0, at, lanes), ir.VectorType(ir.IntType(2 * width), lanes // 2))
+    width, lanes = steps.type.element.width, steps.type.count
+    both = b.bitcast(steps, ir.VectorType(ir.IntType(2 * width), lanes // 2))
     wide = ir.VectorType(I32, lanes // 2)
     both = both if both.type == wide else b.zext(both, wide)
-    steps = b.and_(both, constant(wide, (1 << width) - 1)), b.lshr(both, constant(wide, width))
-    even, odd = (b.fadd(low, b.fmul(b.sitofp(k, low.type), step)) for k, (low, step) in zip(steps, halves, strict=True))
+    parts = b.and_(both, constant(wide, (1 << width) - 1)), b.lshr(both, constant(wide, width))
+    even, odd = (b.fadd(low, b.fmul(b.sitofp(k, low.type), step)) for k, (low, step) in zip(parts, halves, strict=True))
     if dtype == "bfloat16":
         high = b.and_(rounded_bfloat16(b, odd), constant(wide, 0xFFFF0000))
         low = b.lshr(rounded_bfloat16(b, even), constant(wide, 16))
@@ -270,7 +271,7 @@ def _cells_by_pairs(rows: Rows, at: Any, lanes: int, halves: list[tuple[Any, Any
     return narrow(b, value, dtype)
 
 
-def _emit(rows: Rows, cell: Any, cells: Any, out: Any, array: int, to: Any) -> None:
+def emit(rows: Rows, cell: Any, cells: Any, out: Any, array: int, to: Any) -> None:
     """Store a vector of cells, widened if ``out`` is wider."""
     if cells.dtype != out.dtype:
         cell = rows.b.bitcast(widen(rows.b, cell, cache_dtype(cells)), shaped(cell.type, I32))

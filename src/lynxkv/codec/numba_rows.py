@@ -8,10 +8,15 @@ how to widen and narrow.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
+import xxhash
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
+from numba.core.caching import FunctionCache
 from numba.core.cgutils import alloca_once_value, create_struct_proxy
 from numba.extending import intrinsic as numba_intrinsic
 
@@ -41,18 +46,31 @@ def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
+class _Cache(FunctionCache):  # type: ignore[misc]
+    """Kernels kept on disk, for these very sources: Numba itself looks at the kernel's own file only."""
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return (*super()._index_key(sig, codegen), _sources())
+
+
+@cache
+def _sources() -> str:
+    """Digest of every file that kernels are made of."""
+    files = sorted(Path(__file__).parent.glob("numba_*.py"))
+    return xxhash.xxh3_128_hexdigest(b"".join(file.read_bytes() for file in files))
+
+
 def kernel(function: F) -> F:
     """Compile ``function`` without fast-math, so that every operation rounds as the format says.
 
     What is compiled is kept on disk, unless neither the package's folder nor the user's can be written
     (``NUMBA_CACHE_DIR`` names another).
     """
-    options = {"nogil": True, "error_model": "numpy"}
-    try:
-        compiled: F = njit(cache=True, **options)(function)
-    except RuntimeError:  # Numba's "no locator available"
-        compiled = njit(**options)(function)
-    return compiled
+    compiled: Any = njit(nogil=True, error_model="numpy")(function)
+    with suppress(RuntimeError):  # Numba's "no locator available"
+        compiled._cache = _Cache(function)
+    kept: F = compiled
+    return kept
 
 
 def cache_dtype(array: Any) -> str:
