@@ -12,7 +12,7 @@ from faults.proxy import Proxy, is_data
 from lynxkv.bench.oracle import plain_answer
 from lynxkv.codec import CacheShape, CodecSpec, LayerShape, Tier, plan
 from lynxkv.engine.transformers import TransformersEngine
-from lynxkv.errors import LynxError, NotFinite, ProtocolError, RequestError, TransferRejected
+from lynxkv.errors import Cancelled, LynxError, NotFinite, ProtocolError, RequestError, TransferRejected
 from lynxkv.node.decode import DecodeNode, Request
 from lynxkv.node.refinement import SpanWriter
 from lynxkv.node.spans import encode_prefill
@@ -85,11 +85,11 @@ def test_an_abort_while_the_prompt_is_being_prefilled_stops_the_prefill():
         assert slow.reached.wait(30)
         run.until(lambda: run.node.server.counters().deliveries == 1)
         node.close()
-        with pytest.raises(TransferRejected):
+        with pytest.raises(Cancelled):
             asked.outcome()
         assert run.idle()
         slow.go.set()
-        run.until(lambda: not run.node._jobs)
+        run.until(lambda: not len(run.node._prefilling))
         assert slow.chunks_done < 1000 // 64
 
 

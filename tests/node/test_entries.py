@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lynxkv.codec import CodecSpec, plan
-from lynxkv.errors import CapacityExceeded, DeadlineExceeded, TransferError, TransferRejected
+from lynxkv.errors import Cancelled, CapacityExceeded, Overloaded, TransferError, TransferRejected
 from lynxkv.node.decode import DecodeNode, Request
 from lynxkv.node.entries import Entry, EntryStore, Holdings, Listener
 from lynxkv.speculation import SamplingParams
@@ -122,10 +122,10 @@ def test_full_memory_is_waited_for_until_a_reader_leaves():
     assert store.get(first.key) is None
 
 
-def test_room_that_does_not_come_is_a_deadline(clock):
+def test_room_that_does_not_come_in_time_is_refused_for_now(clock):
     store = store_of(1, clock)
     add(store, entry("first"))
-    with pytest.raises(DeadlineExceeded, match=f"{SIZE} of {SIZE} are in use"):
+    with pytest.raises(Overloaded, match=f"{SIZE} of {SIZE} are in use"):
         add(store, entry("second"), 0.0)
     assert store.check_integrity().entries == 1
 
@@ -282,11 +282,11 @@ def test_a_prefill_nobody_waits_for_stops_before_its_end():
         assert eng.reached.wait(30)
         run.until(lambda: run.node.server.counters().deliveries == 1)
         node.close()
-        with pytest.raises(TransferRejected):
+        with pytest.raises(Cancelled):
             asked.outcome()
         assert run.idle()
         eng.go.set()
-        run.until(lambda: not run.node._jobs)
+        run.until(lambda: not len(run.node._prefilling))
         assert eng.chunks_done < 1000 // 64
         assert run.node.store.check_integrity().entries == 0
 
@@ -301,7 +301,7 @@ def test_an_entry_whose_first_reader_left_serves_the_second():
         second = Asked(two.generate(run.address, request))
         run.until(lambda: run.node.server.counters().deliveries == 2)
         one.close()
-        with pytest.raises(TransferRejected):
+        with pytest.raises(Cancelled):
             first.outcome()
         run.until(lambda: run.node.server.counters().deliveries == 1)
         eng.go.set()
@@ -324,7 +324,7 @@ def test_an_admission_that_is_refused_leaves_the_entry_to_those_who_share_it():
         run.node._announce = refuse_once
         with pytest.raises(TransferRejected, match="cancelled before"):
             finish(node.generate(run.address, Request(tokens, SamplingParams(max_tokens=6))))
-        run.until(lambda: not run.node._jobs)
+        run.until(lambda: not len(run.node._prefilling))
         (item,) = run.node.store._entries.values()
         assert item.complete
         run.node.store.release(item)
@@ -387,11 +387,12 @@ def test_a_prompt_whose_kv_can_never_fit_is_refused_with_both_sizes():
 
 def test_prefills_beyond_the_queue_are_refused():
     eng = SlowEngine(engine("mqa-80"), chunks=1)
-    with prefill_node(eng, chunk=64, max_queue=1) as run, DecodeNode(engine("mqa-80")) as node:
+    with prefill_node(eng, chunk=64, max_running=1, max_queue=1) as run, DecodeNode(engine("mqa-80")) as node:
         run.admit(prompt(300, 1))
+        run.admit(prompt(300, 2))
         assert eng.reached.wait(30)
-        with pytest.raises(CapacityExceeded, match="at most 1 prefills"):
-            finish(node.generate(run.address, Request(tuple(prompt(300, 2)), SamplingParams(max_tokens=4))))
+        with pytest.raises(Overloaded, match="at most 2 prompts"):
+            finish(node.generate(run.address, Request(tuple(prompt(300, 3)), SamplingParams(max_tokens=4))))
         eng.go.set()
 
 
@@ -410,11 +411,11 @@ def test_a_node_that_stops_does_not_wait_for_admissions_that_wait_for_room():
 def test_admissions_nobody_pulls_end_and_are_not_prefilled():
     """Field report 2: a peer that went away after it asked."""
     eng = SlowEngine(engine("mqa-80"), chunks=1)
-    with prefill_node(eng, chunk=64, lease_s=0.4) as run:
+    with prefill_node(eng, chunk=64, lease_s=0.4, max_running=1) as run:
         for seed in range(3):
             run.admit(prompt(300, seed=seed))
         run.until(lambda: run.node.server.counters().leases == 0)
         eng.go.set()
         assert run.idle()
-        run.until(lambda: not run.node._jobs)
+        run.until(lambda: not len(run.node._prefilling))
         assert eng.prefills == 1

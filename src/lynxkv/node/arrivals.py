@@ -10,6 +10,7 @@ import numpy as np
 
 from lynxkv.codec import BLOCK, CacheShape, CodecSpec, Tier
 from lynxkv.errors import DeadlineExceeded, LynxError, ProtocolError
+from lynxkv.node.cancellation import Cancellation
 from lynxkv.node.spans import CHUNK, Buffer
 from lynxkv.wire import FirstToken, Manifest
 
@@ -18,8 +19,9 @@ from lynxkv.wire import FirstToken, Manifest
 class Moment:
     """Something that happened to a transfer, at ``time.monotonic()`` seconds.
 
-    ``what`` is ``manifest`` (``size``: number of segments), ``first_token``, ``segment`` (with its tier and
-    bytes), ``anchor`` or ``target`` (all of it written into the session), ``lost`` or ``recomputed``.
+    ``what`` is ``room`` (memory is reserved, ``size`` bytes), ``manifest`` (``size``: number of segments),
+    ``first_token``, ``segment`` (with its tier and bytes), ``anchor`` or ``target`` (all of it written into the
+    session), ``lost`` or ``recomputed``.
     """
 
     at: float
@@ -42,15 +44,31 @@ class Arrivals:
         What this node expects the manifest to say.
     vocab, seed
         Token 1 is one of so many ids, and was drawn with this seed.
+    room, grow
+        Bytes reserved for all segments, and what reserves more of them or raises.
+    cancellation : Cancellation
+        Ends every wait; register :meth:`wake` with it.
     observe : callable
         Called for every moment, on the loop's thread.
     """
 
     def __init__(
-        self, digest: bytes, shape: CacheShape, spec: CodecSpec, vocab: int, seed: int, observe: Observer
+        self,
+        digest: bytes,
+        shape: CacheShape,
+        spec: CodecSpec,
+        *,
+        vocab: int,
+        seed: int,
+        room: int,
+        grow: Callable[[int], None],
+        cancellation: Cancellation,
+        observe: Observer,
     ) -> None:
         self._digest, self._shape, self._spec = digest, shape, spec
         self._vocab, self._seed = vocab, seed
+        self._room, self._grow = room, grow
+        self._cancellation = cancellation
         self._observe = observe
         self._changed = threading.Condition()
         self._buffers: dict[int, Buffer] = {}
@@ -77,7 +95,12 @@ class Arrivals:
         self._observe(Moment(time.monotonic(), "manifest", size=len(manifest.segments)))
 
     def buffer(self, segment: int, size: int) -> memoryview:
-        """Where a segment's bytes go, for good."""
+        """Where a segment's bytes go, for good; CapacityExceeded if it is larger than its shape and memory is full."""
+        if segment not in self._buffers:  # else it arrived corrupt and comes again
+            self._room -= size
+        if self._room < 0:
+            self._grow(-self._room)
+            self._room = 0
         buffer = np.empty(size, dtype=np.uint8)
         with self._changed:
             self._buffers[segment] = buffer
@@ -113,6 +136,11 @@ class Arrivals:
             self._error, self._over = error, True
             self._changed.notify_all()
 
+    def wake(self) -> None:
+        """Whoever waits looks again whether the request was cancelled; any thread."""
+        with self._changed:
+            self._changed.notify_all()
+
     # Called by the decoding thread.
 
     @property
@@ -132,6 +160,7 @@ class Arrivals:
                 what = "token 1" if or_token else "a segment"
                 self._wait(lambda: bool(self._landed) or (or_token and self._first is not None), until, what)
             elif self._error is not None and not self._landed:
+                self._cancellation.check()  # which ends the transfer, too
                 raise self._error
             taken = [(segment, self._buffers.pop(segment)) for segment in self._landed]
             self._landed.clear()
@@ -159,6 +188,7 @@ class Arrivals:
 
     def _wait(self, there: Callable[[], bool], until: float, what: str) -> None:
         while not there():
+            self._cancellation.check()
             if self._error is not None:
                 raise self._error
             if self._over:

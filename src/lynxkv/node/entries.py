@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from lynxkv.codec import CacheShape, CodecSpec, Segment, segment_bounds
-from lynxkv.errors import CapacityExceeded, DeadlineExceeded, LynxError
+from lynxkv.errors import CapacityExceeded, LynxError, Overloaded
 from lynxkv.node.spans import Buffer
 from lynxkv.speculation import Logits
 from lynxkv.wire.fingerprint import Fingerprint
@@ -78,6 +78,12 @@ class Entry:
     def buffer(self, index: int) -> Buffer:
         """Bytes of segment ``index`` of a complete entry."""
         return self._buffers[index].data
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes of the segments that are there."""
+        with self._lock:
+            return sum(encoded.data.nbytes for encoded in self._buffers.values())
 
     def listen(self, listener: Listener) -> None:
         """Tell ``listener`` all there is, and then all that comes."""
@@ -156,7 +162,7 @@ class EntryStore:
         ------
         CapacityExceeded
             It can never fit.
-        DeadlineExceeded
+        Overloaded
             Room was not free within ``deadline_s`` seconds.
         """
         if entry.reserved > self.memory_bytes:
@@ -184,7 +190,7 @@ class EntryStore:
                     self._waiting.add(wake)
                 left = until - self._clock()
                 if left <= 0:
-                    raise DeadlineExceeded(
+                    raise Overloaded(
                         f"room for {entry.reserved} bytes expected within {deadline_s:g} s; "
                         f"{self.used_bytes} of {self.memory_bytes} are in use: retry later"
                     )
@@ -237,6 +243,13 @@ class EntryStore:
         """Bytes reserved by all entries."""
         with self._lock:
             return sum(entry.reserved for entry in self._entries.values())
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes of all entries' segments that are there."""
+        with self._lock:
+            entries = list(self._entries.values())
+        return sum(entry.encoded_bytes for entry in entries)
 
     def check_integrity(self) -> Holdings:
         """What is held; AssertionError when a bound or a count is broken."""

@@ -2,22 +2,35 @@
 
 import asyncio
 import logging
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass
 
-from lynxkv.codec import CodecSpec, plan
+from lynxkv.codec import Tier, plan
 from lynxkv.engine.base import Engine
-from lynxkv.errors import CapacityExceeded, EngineError, LynxError, RequestError, TransferRejected
+from lynxkv.errors import Cancelled, LynxError, Overloaded, RequestError, TransferRejected
 from lynxkv.node.admission import sampling_from_wire, tokens_from_bytes
 from lynxkv.node.entries import Entry, EntryStore, Listener, entry_key
-from lynxkv.node.spans import CHUNK, Buffer, decode_span, encode_prefill, encode_session, warm
-from lynxkv.speculation import Logits, Sampler, SamplingParams
+from lynxkv.node.holdings import PrefillHoldings, PrefillTotals
+from lynxkv.node.prefilling import Prefilling
+from lynxkv.node.spans import CHUNK
+from lynxkv.speculation import Draw, Logits, Sampler, SamplingParams
 from lynxkv.transport import Outgoing, Released, Server
 from lynxkv.wire import Admit, FirstToken, Hello, Manifest, token_digest
 
 log = logging.getLogger(__name__)
 
-RAW = CodecSpec(raw=True)
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """An announced transfer: what it reads, and what becomes of its token 1."""
+
+    outgoing: Outgoing
+    entry: Entry
+    drawn: "asyncio.Future[Draw | LynxError]"
+
+    def settle(self, what: Draw | LynxError) -> None:
+        """On the loop; only the first call counts."""
+        if not self.drawn.done():
+            self.drawn.set_result(what)
 
 
 class PrefillNode:
@@ -36,8 +49,10 @@ class PrefillNode:
         A transfer without progress ends after so long.
     room_s : float
         How long an admission may wait for memory.
+    max_running : int
+        Prompts in work at a time, a chunk each in turn.
     max_queue : int
-        Prefills that may wait; one more is refused.
+        Prompts that may wait for that or for memory; one more is refused.
     """
 
     def __init__(
@@ -51,11 +66,14 @@ class PrefillNode:
         lease_s: float = 30.0,
         room_s: float = 30.0,
         max_queue: int = 64,
+        max_running: int = 4,
         name: str = "",
     ) -> None:
         for option, seconds in (("ttl_s", ttl_s), ("lease_s", lease_s)):
             if not seconds > 0:
                 raise RequestError(f"{option} must be above 0 seconds, got {seconds}")
+        if max_running < 1 or max_queue < 0:
+            raise RequestError(f"max_running of 1 and max_queue of 0 at least, got {max_running} and {max_queue}")
         self.engine = engine
         self.store = EntryStore(memory_bytes, ttl_s)
         self.server = Server(
@@ -64,18 +82,18 @@ class PrefillNode:
         self.server.on_admit = self._admit
         self._chunk = chunk
         self._room_s = room_s
-        self._max_queue = max_queue
-        self._jobs: dict[bytes, Entry] = {}
-        self._held: dict[bytes, tuple[Outgoing, Entry]] = {}
+        self._most = max_running + max_queue
+        self._prefilling = Prefilling(engine, self.store, chunk=chunk, max_running=max_running)
+        self._reserving = 0
+        self._held: dict[bytes, _Held] = {}
         self._waiting: set[bytes] = set()
         self._tend_s = min(5.0, lease_s / 4, ttl_s / 4)
         self._tending: asyncio.TimerHandle | None = None
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="prefill")
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Listen; the address bound (port 0: any free one)."""
         self._loop = asyncio.get_running_loop()
-        await self._loop.run_in_executor(self._worker, warm, self.engine, CodecSpec())
+        await asyncio.wrap_future(self._prefilling.warm())
         self._tend()
         return await self.server.start(host, port)
 
@@ -86,7 +104,67 @@ class PrefillNode:
         if self._tending is not None:
             self._tending.cancel()
         self.server.close()
-        await self._loop.run_in_executor(None, lambda: self._worker.shutdown(cancel_futures=True))
+        await self._loop.run_in_executor(None, self._prefilling.close)
+
+    async def admit(self, admit: Admit) -> Draw:
+        """Prefill and announce ``admit.transfer``, as the admit of a peer does; token 1 once it is drawn.
+
+        Cancelling this also cancels the transfer, unless somebody pulls it already.
+
+        Raises
+        ------
+        PromptTooLong, RequestError, TransferRejected
+            The prompt, the options, or the id cannot be used.
+        CapacityExceeded, Overloaded
+            There is never, or not now, room for it.
+        Cancelled
+            :meth:`cancel` was called.
+        TransferError
+            The transfer ended before token 1 was drawn.
+        LynxError
+            Whatever the prefill failed with.
+        """
+        held = await self.server.admit(admit.transfer, lambda: self._begin(admit))
+        try:
+            return await self._draw(admit.transfer, held)
+        except asyncio.CancelledError:
+            self.server.withdraw(admit.transfer, "the request was cancelled")
+            raise
+
+    def cancel(self, transfer: bytes, reason: str) -> None:
+        """End a transfer in any state; whoever admits or pulls it is told, and the id is not used again."""
+        held = self._held.get(transfer)
+        if held is not None:
+            held.settle(Cancelled(f"transfer {transfer.hex()[:12]} was cancelled: {reason}"))
+        self.server.cancel(transfer, reason)
+
+    def holdings(self) -> PrefillHoldings:
+        """What is held right now."""
+        counters, store = self.server.counters(), self.store.check_integrity()
+        jobs, running = len(self._prefilling), self._prefilling.running
+        return PrefillHoldings(
+            running=running,
+            queued=max(0, jobs - running) + self._reserving,
+            entries=store.entries,
+            entry_bytes=self.store.encoded_bytes,
+            memory_bytes=store.bytes,
+            readers=store.readers,
+            leases=counters.leases,
+            deliveries=counters.deliveries,
+            parked=counters.parked,
+            admitting=counters.admitting,
+            queued_bytes=counters.queued_bytes,
+            connections=counters.connections,
+        )
+
+    def totals(self) -> PrefillTotals:
+        """What was done so far."""
+        totals = self.server.totals
+        return PrefillTotals(
+            sent_bytes={tier.name.lower(): totals.sent[tier] for tier in Tier},
+            released={reason.value: totals.released[reason] for reason in Released},
+            resends=totals.resends,
+        )
 
     def _tend(self) -> None:
         """Free what nobody reads and whose time is over; keep the leases of those who wait for a prefill.
@@ -94,13 +172,29 @@ class PrefillNode:
         An admission whose peer went away is neither pulled nor waited for: its lease ends.
         """
         self.store.expire()
-        for transfer, (outgoing, entry) in list(self._held.items()):
+        for transfer, held in list(self._held.items()):
             waited_for = transfer in self._waiting or self.server.is_pulled(transfer)
-            if waited_for and not entry.complete:
-                outgoing.renew()
+            if waited_for and not held.entry.complete:
+                held.outgoing.renew()
         self._tending = self._loop.call_later(self._tend_s, self._tend)
 
     async def _admit(self, admit: Admit, _: Hello) -> None:
+        held = await self._begin(admit)
+        if admit.options.get("wait"):
+            await self._draw(admit.transfer, held)
+
+    async def _draw(self, transfer: bytes, held: _Held) -> Draw:
+        self._waiting.add(transfer)
+        try:
+            drawn = await held.drawn
+        finally:
+            self._waiting.discard(transfer)
+        if isinstance(drawn, LynxError):
+            raise drawn
+        return drawn
+
+    async def _begin(self, admit: Admit) -> _Held:
+        """Announce the transfer; its entry is there already, or will be filled."""
         tokens = tokens_from_bytes(admit.tokens)
         self.engine.check_prompt(tokens)
         params = sampling_from_wire(admit.sampling)
@@ -108,23 +202,14 @@ class PrefillNode:
             raise TransferRejected(f"the codec spec names layer {admit.spec.overrides[-1].layer}, which does not exist")
         entry, new = await self._entry(admit)
         if new:  # whatever becomes of this admission, another may read the entry by now
-            self._jobs[entry.key] = entry
-            self._worker.submit(self._fill, entry, tokens)
+            self._prefilling.submit(entry, tokens)
         try:
-            outgoing = self._announce(admit, entry)
+            held = self._announce(admit, entry)
         except Exception:
-            self.store.release(entry)
+            self._prefilling.release(entry)
             raise
-        settled = asyncio.Event()
-        entry.listen(self._listener(outgoing, tokens, params, settled))
-        if admit.options.get("wait"):
-            self._waiting.add(admit.transfer)
-            try:
-                await settled.wait()
-            finally:
-                self._waiting.discard(admit.transfer)
-            if entry.error is not None:
-                raise entry.error
+        entry.listen(self._listener(held, tokens, params))
+        return held
 
     async def _entry(self, admit: Admit) -> tuple[Entry, bool]:
         """The entry with one more reader, and whether it is a new one, to be filled."""
@@ -132,15 +217,20 @@ class PrefillNode:
         held = self.store.get(key)
         if held is not None:
             return held, False
-        if len(self._jobs) >= self._max_queue:
-            raise CapacityExceeded(f"at most {self._max_queue} prefills may wait and as many do: retry later")
+        if len(self._prefilling) + self._reserving >= self._most:
+            raise Overloaded(f"at most {self._most} prompts are prefilled or wait, and as many are: retry later")
         shape = self.engine.shape(len(admit.tokens) // 4)
         entry = Entry(key, admit.tokens, shape, admit.spec, plan(shape, admit.spec, segment_tokens=self._chunk))
-        return await self.store.add(entry, self._room_s)
+        self._reserving += 1
+        try:
+            return await self.store.add(entry, self._room_s)
+        finally:
+            self._reserving -= 1
 
-    def _announce(self, admit: Admit, entry: Entry) -> Outgoing:
+    def _announce(self, admit: Admit, entry: Entry) -> _Held:
+        transfer = admit.transfer
         manifest = Manifest(
-            transfer=admit.transfer,
+            transfer=transfer,
             fingerprint=self.engine.fingerprint,
             tokens=len(admit.tokens) // 4,
             digest=token_digest(admit.tokens),
@@ -151,90 +241,34 @@ class PrefillNode:
         )
 
         def released(reason: Released, detail: str) -> None:
-            log.debug("transfer %s released: %s %s", admit.transfer.hex()[:12], reason, detail)
-            self._held.pop(admit.transfer, None)
-            self.store.release(entry)
+            log.debug("transfer %s released: %s %s", transfer.hex()[:12], reason, detail)
+            self._held.pop(transfer, None)
+            held.settle(TransferRejected(f"transfer {transfer.hex()[:12]} ended before token 1: {reason} {detail}"))
+            self._prefilling.release(entry)
 
         outgoing = Outgoing(manifest, on_released=released)
+        held = _Held(outgoing, entry, self._loop.create_future())
         self.server.announce(outgoing)
-        self._held[admit.transfer] = outgoing, entry
-        return outgoing
+        if outgoing.released is None:  # a pull that waited for it may have ended it already
+            self._held[transfer] = held
+        return held
 
-    def _listener(
-        self, outgoing: Outgoing, tokens: list[int], params: SamplingParams, settled: asyncio.Event
-    ) -> Listener:
-        loop = self._loop
+    def _listener(self, held: _Held, tokens: list[int], params: SamplingParams) -> Listener:
+        loop, outgoing = self._loop, held.outgoing
 
         def finished(logits: Logits) -> None:
             try:
                 draw = Sampler(params, tokens, self.engine.eos).draw(logits, [])
             except LynxError as error:
-                outgoing.fail(error)
-            else:
-                outgoing.first_token(
-                    FirstToken(
-                        token=draw.token, logprob=draw.logprob, top_logprobs=list(draw.top), seed=params.seed or 0
-                    )
-                )
-            loop.call_soon_threadsafe(settled.set)
+                failed(error)
+                return
+            outgoing.first_token(
+                FirstToken(token=draw.token, logprob=draw.logprob, top_logprobs=list(draw.top), seed=params.seed or 0)
+            )
+            loop.call_soon_threadsafe(held.settle, draw)
 
         def failed(error: LynxError) -> None:
+            loop.call_soon_threadsafe(held.settle, error)  # before the lease ends, which settles it by less
             outgoing.fail(error)
-            loop.call_soon_threadsafe(settled.set)
 
-        return Listener(lambda i, held: outgoing.put(i, held.data.data, digest=held.digest), finished, failed)
-
-    # What follows runs on the one prefill thread.
-
-    def _fill(self, entry: Entry, tokens: list[int]) -> None:
-        raw: Entry | None = None
-        try:
-            self._check_wanted(entry)
-            raw = self._raw_twin(entry)
-            logits = self._encode_prefill(entry, tokens) if raw is None else self._encode_held(entry, raw)
-            entry.finish(logits)
-        except LynxError as error:
-            entry.fail(error)
-        except Exception as error:  # the thread's edge: whatever it was, everyone who waits is told
-            log.exception("prefill of %d tokens failed", len(tokens))
-            entry.fail(EngineError(f"the prefill node could not run this prompt: {type(error).__name__}: {error}"))
-        finally:
-            if raw is not None:
-                self.store.release(raw)
-            if self._jobs.get(entry.key) is entry:
-                del self._jobs[entry.key]
-
-    def _raw_twin(self, entry: Entry) -> Entry | None:
-        """A complete raw entry of the same tokens: another spec can be encoded from it without a prefill."""
-        if entry.spec == RAW:
-            return None
-        raw = self.store.get(entry_key(self.engine.fingerprint, token_digest(entry.tokens), RAW))
-        if raw is not None and not raw.complete:
-            self.store.release(raw)
-            return None
-        return raw
-
-    def _encode_prefill(self, entry: Entry, tokens: list[int]) -> Logits:
-        put = partial(self._put, entry)
-        return encode_prefill(self.engine, tokens, self._chunk, entry.shape, entry.spec, entry.segments, put)
-
-    def _encode_held(self, entry: Entry, raw: Entry) -> Logits:
-        session = self.engine.open(raw.shape.stop, self._chunk)
-        session.place(raw.shape)
-        for i, segment in enumerate(raw.segments):
-            decode_span(session, raw.shape, raw.spec, segment.span, raw.buffer(i), None)
-        for index, data in encode_session(session, entry.shape, entry.spec, entry.segments):
-            self._put(entry, index, data)
-        if raw.logits is None:
-            raise AssertionError("a raw entry is complete or not used")
-        return raw.logits
-
-    def _put(self, entry: Entry, index: int, data: Buffer) -> None:
-        self._check_wanted(entry)
-        self.store.grow(entry, entry.beyond_reserved(index, data))
-        entry.put(index, data)
-
-    def _check_wanted(self, entry: Entry) -> None:
-        """Stop work nobody waits for."""
-        if self.store.abandon(entry):
-            raise TransferRejected("nobody waits for this prompt any more")
+        return Listener(lambda i, encoded: outgoing.put(i, encoded.data.data, digest=encoded.digest), finished, failed)

@@ -7,6 +7,7 @@ from lynxkv.codec import CacheShape, CodecSpec, Segment, Span, Tier, check
 from lynxkv.engine.base import KVSession
 from lynxkv.errors import CorruptData, LynxError, ProtocolError, TransferError
 from lynxkv.node.arrivals import Arrivals, Moment, Observer
+from lynxkv.node.cancellation import Cancellation
 from lynxkv.node.spans import Buffer, decode_span
 from lynxkv.speculation import Draw
 
@@ -25,6 +26,11 @@ class SpanWriter:
         With the shape's rows placed.
     segments : sequence of Segment
         All that will come.
+
+    Attributes
+    ----------
+    held_bytes : int
+        Bytes of segments kept for those still to come.
     """
 
     def __init__(self, session: KVSession, shape: CacheShape, spec: CodecSpec, segments: tuple[Segment, ...]) -> None:
@@ -32,6 +38,7 @@ class SpanWriter:
         self._segments = segments
         self._missing = {tier: {s.span for s in segments if s.tier is tier} for tier in Tier}
         self._waiting: dict[Span, dict[Tier, Buffer]] = {}
+        self.held_bytes = 0
 
     def done(self, tier: Tier) -> bool:
         """Whether every row is written with all of ``tier``."""
@@ -41,11 +48,6 @@ class SpanWriter:
     def complete(self) -> bool:
         """Whether every segment is written."""
         return not any(self._missing.values())
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of segments kept for those still to come."""
-        return sum(buffer.nbytes for tiers in self._waiting.values() for buffer in tiers.values())
 
     def put(self, index: int, buffer: Buffer) -> None:
         """Write segment ``index`` as far as it can be; CorruptData names what is wrong with it."""
@@ -57,12 +59,13 @@ class SpanWriter:
         self._missing[tier].discard(span)
         tiers = self._waiting.setdefault(span, {})
         tiers[tier] = buffer
+        self.held_bytes += buffer.nbytes
         anchor, residual = tiers.get(Tier.ANCHOR), tiers.get(Tier.RESIDUAL)
         if anchor is None:
             return
         decode_span(self._session, self._shape, self._spec, span, anchor, residual)
         if span not in self._missing[Tier.RESIDUAL]:
-            del self._waiting[span]
+            self.held_bytes -= sum(held.nbytes for held in self._waiting.pop(span).values())
 
 
 class PulledRefinement:
@@ -75,6 +78,8 @@ class PulledRefinement:
         With the shape's rows placed.
     until : float
         ``time.monotonic()`` by which the KV has to be there.
+    cancellation : Cancellation
+        Of the request: what is lost because of it stays lost.
     recover : callable or None
         Fills the session to the target by other means and gives token 1; ``None``: a loss is raised.
     completed : callable
@@ -87,12 +92,14 @@ class PulledRefinement:
         session: KVSession,
         *,
         until: float,
+        cancellation: Cancellation,
         recover: Recover | None,
         completed: Callable[[], None],
         observe: Observer,
     ) -> None:
         self._arrivals, self._session = arrivals, session
         self._until = until
+        self._cancellation = cancellation
         self._recover, self._completed, self._observe = recover, completed, observe
         self._writer: SpanWriter | None = None
         self._recovered: Draw | None = None
@@ -118,7 +125,8 @@ class PulledRefinement:
                 self._write(block=True)
         except LOSS as error:
             self._lost(error)
-        self._observe(Moment(time.monotonic(), "anchor"))
+        if self._recovered is None:
+            self._observe(Moment(time.monotonic(), "anchor"))
 
     def refine(self, block: bool) -> bool:
         """Write what has landed; with ``block``, all of it. Whether the target is complete."""
@@ -148,6 +156,7 @@ class PulledRefinement:
         return bool(taken)
 
     def _lost(self, error: LynxError) -> Draw:
+        self._cancellation.check()
         if self._recover is None:
             raise error
         self._observe(Moment(time.monotonic(), "lost"))

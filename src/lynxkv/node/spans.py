@@ -12,6 +12,8 @@ from lynxkv.engine.base import Engine, KVSession
 from lynxkv.speculation import Logits
 
 Buffer = NDArray[np.uint8]
+Step = tuple[int, KVSession, Logits]
+"""After a chunk of a prefill: tokens done, the session, logits of the next token."""
 
 CHUNK = 512
 """Tokens of a prefill chunk and of a segment, where nobody says otherwise."""
@@ -56,12 +58,17 @@ def encode_prefill(
     spec: CodecSpec,
     segments: Sequence[Segment],
     put: Callable[[int, Buffer], None],
+    *,
+    paced: Callable[[Iterator[Step]], Iterator[Step]] = iter,
 ) -> Logits:
-    """Prefill, and ``put`` every segment's number and bytes as soon as its rows are there; the logits of token 1."""
+    """Prefill, and ``put`` every segment's number and bytes as soon as its rows are there; the logits of token 1.
+
+    ``paced`` gives back the engine's chunks, each when it may be computed.
+    """
     index = _numbers(segments)
     spans = _anchor_spans(segments)
     last: Logits | None = None
-    for done, session, logits in engine.prefill(tokens, chunk):
+    for done, session, logits in paced(engine.prefill(tokens, chunk)):
         last = logits
         while spans and spans[0].stop <= done:
             span = spans.pop(0)

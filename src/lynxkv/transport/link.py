@@ -50,6 +50,10 @@ class Link:
         """Pulls and admits that have not ended."""
         return len(self._incoming) + len(self._admits)
 
+    def pulls(self, transfer: bytes) -> bool:
+        """Whether ``transfer`` is being pulled on this link."""
+        return transfer in self._incoming
+
     async def admit(self, admit: Admit, *, deadline_s: float = 30.0) -> Admitted:
         """Ask the server to prefill and announce a transfer.
 

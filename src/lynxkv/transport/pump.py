@@ -28,7 +28,7 @@ class Pump:
     rate : float or None
         Bytes a second of everything that is sent, headers and events included.
     on_sent : callable
-        A delivery has sent something.
+        A delivery has sent so many bytes of a tier.
     on_error : callable
         A delivery cannot go on.
     """
@@ -36,7 +36,7 @@ class Pump:
     def __init__(
         self,
         rate: float | None,
-        on_sent: Callable[[Delivery], None],
+        on_sent: Callable[[Delivery, Tier, int], None],
         on_error: Callable[[Delivery, LynxError], None],
     ) -> None:
         self._bucket = None if rate is None else TokenBucket(rate)
@@ -125,7 +125,7 @@ class Pump:
             return
         self.charge(sent)
         self._scheduler.charge(flow, sent)
-        self._on_sent(delivery)
+        self._on_sent(delivery, tier, sent)
         self._offer(delivery)
 
 

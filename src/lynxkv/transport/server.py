@@ -2,22 +2,28 @@
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import msgspec
 
+from lynxkv.codec.spec import Tier
 from lynxkv.errors import (
+    Cancelled,
     DeadlineExceeded,
     LynxError,
+    Overloaded,
     ProtocolError,
     StaleGeneration,
     TransferError,
     TransferRejected,
 )
+from lynxkv.transport.admissions import Admissions
 from lynxkv.transport.connection import Connection
 from lynxkv.transport.delivery import Delivery
+from lynxkv.transport.history import History
 from lynxkv.transport.outgoing import Outgoing, Released
 from lynxkv.transport.pump import Pump
 from lynxkv.wire.events import (
@@ -41,10 +47,8 @@ from lynxkv.wire.reader import Frame
 
 log = logging.getLogger(__name__)
 
-OnAdmit = Callable[[Admit, Hello], Awaitable[None]]
-
-REMEMBERED = 4096
-"""Ids of ended transfers, to refuse their reuse by name."""
+T = TypeVar("T")
+OnAdmit = Callable[[Admit, Hello], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +64,23 @@ class Counters:
     connections: int
 
 
-@dataclass(slots=True)
-class _Parked:
-    pull: Pull
-    connection: Connection
-    timer: asyncio.TimerHandle
+class Totals:
+    """What a server has done since it was made; numbers only grow.
+
+    Attributes
+    ----------
+    sent : Counter of Tier
+        Bytes of data frames, headers included.
+    released : Counter of Released
+        Leases that ended.
+    resends : int
+        Segments sent again.
+    """
+
+    def __init__(self) -> None:
+        self.sent: Counter[Tier] = Counter()
+        self.released: Counter[Released] = Counter()
+        self.resends = 0
 
 
 class Server:
@@ -85,6 +101,7 @@ class Server:
 
     Attributes
     ----------
+    totals : Totals
     on_admit : callable, optional
         ``await on_admit(admit, peer)``; returns to admit, raises LynxError to refuse.
     """
@@ -104,15 +121,15 @@ class Server:
         self.on_admit: OnAdmit | None = None
         self._lease_s, self._handshake_s = lease_s, handshake_s
         self._max_connections, self._max_parked, self._max_admitting = max_connections, max_parked, max_admitting
-        self._pump = Pump(rate, lambda d: self._touch(d.outgoing), self._broke)
+        self.totals = Totals()
+        self._pump = Pump(rate, self._sent, self._broke)
         self._connections: set[Connection] = set()
         self._transfers: dict[bytes, Outgoing] = {}
         self._progress: dict[bytes, float] = {}
         self._deliveries: dict[bytes, Delivery] = {}
-        self._parked: dict[bytes, _Parked] = {}
-        self._admitting: dict[bytes, tuple[Connection, asyncio.Task[None]]] = {}
-        self._finished: OrderedDict[bytes, str] = OrderedDict()
-        self._untold: OrderedDict[bytes, LynxError] = OrderedDict()
+        self._history = History()
+        self._admissions = Admissions(self._history)
+        self._asking: set[asyncio.Task[None]] = set()
         self._listener: asyncio.Server | None = None
         self._sweep_handle: asyncio.TimerHandle | None = None
         self._draining = False
@@ -128,8 +145,8 @@ class Server:
         return Counters(
             len(self._transfers),
             len(self._deliveries),
-            len(self._parked),
-            len(self._admitting),
+            len(self._admissions.parked),
+            len(self._admissions),
             sum(d.queued for d in self._deliveries.values()),
             len(self._pump),
             len(self._connections),
@@ -141,9 +158,9 @@ class Server:
             len(self._pump) != sum(self._pump.flows(d) for d in self._deliveries.values())
             or set(self._progress) != set(self._transfers)
             or not set(self._deliveries) <= set(self._transfers)
-            or set(self._parked) & set(self._transfers)
+            or set(self._admissions.parked) & set(self._transfers)
             or any(d.connection not in self._connections for d in self._deliveries.values())
-            or any(p.connection not in self._connections for p in self._parked.values())
+            or any(p.connection not in self._connections for p in self._admissions.parked.values())
             or any(o.released is not None for o in self._transfers.values())
         ):
             raise TransferError(f"the server's books do not agree: {self.counters()}")
@@ -179,21 +196,53 @@ class Server:
         if self._draining:
             raise TransferRejected(f"{outgoing!r}: this server is draining; ask another one")
         self._refuse_known(transfer)
+        self._history.begin(transfer)
         self._transfers[transfer] = outgoing
         self._progress[transfer] = self._loop.time()
         outgoing.bind(self._loop, self)
-        parked = self._parked.pop(transfer, None)
+        parked = self._admissions.take(transfer)
         if parked is not None:
-            parked.timer.cancel()
             self._deliver(outgoing, parked.pull, parked.connection)
+
+    async def admit(self, transfer: bytes, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run ``work``, which announces ``transfer``, as a peer's admit is run, for a caller in this process.
+
+        Whoever pulls the transfer already, or does later, hears why the admission failed. Cancelling it withdraws the
+        transfer.
+
+        Raises
+        ------
+        TransferRejected
+            The id is in use or was used before, or the server drains.
+        Cancelled
+            :meth:`cancel` ended it.
+        """
+        return await self._admission(transfer, work, None)
+
+    def withdraw(self, transfer: bytes, why: str) -> bool:
+        """End a transfer that nobody pulls; whether it is over."""
+        if transfer in self._deliveries:
+            return False
+        self.cancel(transfer, why)
+        return True
+
+    def cancel(self, transfer: bytes, why: str) -> None:
+        """End a transfer whatever its state: admitted, announced, pulled, or not known yet. Its peer is told."""
+        error = TransferRejected(f"transfer {transfer.hex()[:12]} was cancelled by the prefill node: {why}")
+        self._admissions.cancel(transfer, why)
+        outgoing = self._transfers.get(transfer)
+        if outgoing is not None:
+            self._fail(outgoing, Released.CANCELLED, error)
+        else:
+            self._admissions.unpark(transfer, error)
+            self._history.end(transfer, f"{Released.CANCELLED}: {why}")
 
     async def drain(self, timeout_s: float) -> tuple[bytes, ...]:
         """Admit and start nothing new, finish what runs, then fail what is left; the ids that were failed."""
         self._draining = True
         if self._listener is not None:
             self._listener.close()
-        for transfer in list(self._parked):
-            self._unpark(transfer, TransferRejected("this server is draining; ask another one"))
+        self._admissions.refuse_parked(TransferRejected("this server is draining; ask another one"))
         for outgoing in [o for t, o in self._transfers.items() if t not in self._deliveries]:
             self._release(outgoing, Released.DRAINED, "the server drains and nobody had pulled it")
         self._note_empty()
@@ -205,8 +254,7 @@ class Server:
         left = tuple(self._transfers)
         for outgoing in list(self._transfers.values()):
             self._fail(outgoing, Released.DRAINED, TransferError(f"{outgoing!r}: the server stopped before its end"))
-        for _, task in self._admitting.values():
-            task.cancel()
+        self._admissions.end("the server stops")
         return left
 
     def close(self) -> None:
@@ -216,10 +264,8 @@ class Server:
             self._listener.close()
         for outgoing in list(self._transfers.values()):
             self._fail(outgoing, Released.DRAINED, TransferError(f"{outgoing!r}: the server was closed"))
-        for transfer in list(self._parked):
-            self._unpark(transfer, TransferRejected("the server was closed"))
-        for _, task in self._admitting.values():
-            task.cancel()
+        self._admissions.refuse_parked(TransferRejected("the server was closed"))
+        self._admissions.end("the server was closed")
         for connection in list(self._connections):
             connection.close(TransferError("the server was closed"))
         self._pump.close()
@@ -249,13 +295,9 @@ class Server:
     def lost(self, connection: Connection, error: LynxError) -> None:
         """Everything of this peer ends."""
         self._connections.discard(connection)
-        for transfer in [t for t, p in self._parked.items() if p.connection is connection]:
-            self._parked.pop(transfer).timer.cancel()
+        self._admissions.lost(connection)
         for delivery in [d for d in self._deliveries.values() if d.connection is connection]:
             self._release(delivery.outgoing, Released.PEER_LOST, str(error))
-        for asked, task in self._admitting.values():
-            if asked is connection:
-                task.cancel()
 
     def received(self, connection: Connection, frame: Frame) -> None:
         """Do what a peer asks."""
@@ -313,50 +355,57 @@ class Server:
         self._fail(outgoing, Released.FAILED, error)
 
     def _refuse_known(self, transfer: bytes) -> None:
-        name = f"transfer {transfer.hex()[:12]}"
         if transfer in self._transfers:
-            raise TransferRejected(f"{name} exists already; draw a new id for every transfer")
-        if transfer in self._finished:
-            raise TransferRejected(f"{name} has ended ({self._finished[transfer]}); draw a new id")
+            raise TransferRejected(f"transfer {transfer.hex()[:12]} exists already; draw a new id for every transfer")
+        self._history.refuse(transfer)
+
+    def _refuse_admission(self, transfer: bytes) -> None:
+        if self._draining:
+            raise TransferRejected("this server is draining; ask another one")
+        self._admissions.refuse(transfer)
+        self._refuse_known(transfer)
+
+    async def _admission(
+        self, transfer: bytes, work: Callable[[], Coroutine[Any, Any, T]], connection: Connection | None
+    ) -> T:
+        self._refuse_admission(transfer)  # once more: a peer's cancel may have come since its admit
+        try:
+            return await self._admissions.run(transfer, work, connection)
+        except (asyncio.CancelledError, Cancelled):
+            self.withdraw(transfer, "its admission was cancelled")
+            raise
 
     def _admit(self, connection: Connection, admit: Admit) -> None:
-        transfer = admit.transfer
         try:
             if self.on_admit is None:
                 raise TransferRejected("this server admits no requests; it serves only what it announces")
-            if self._draining:
-                raise TransferRejected("this server is draining; ask another one")
-            if transfer in self._admitting:
-                raise TransferRejected(f"transfer {transfer.hex()[:12]} is being admitted already; draw a new id")
-            self._refuse_known(transfer)
-            if len(self._admitting) >= self._max_admitting:
-                raise TransferRejected(f"no room: {self._max_admitting} admissions wait already; try later")
+            self._refuse_admission(admit.transfer)
+            if len(self._asking) >= self._max_admitting:
+                raise Overloaded(f"no room: {self._max_admitting} admissions wait already; retry later")
         except LynxError as e:
-            connection.send(failed(e), transfer)
+            connection.send(failed(e), admit.transfer)
             return
         task = self._loop.create_task(self._ask(self.on_admit, connection, admit))
-        self._admitting[transfer] = connection, task
-        task.add_done_callback(lambda _: self._admitting.pop(transfer, None))
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
 
     async def _ask(self, on_admit: OnAdmit, connection: Connection, admit: Admit) -> None:
-        peer = connection.peer or self.hello
+        peer, transfer = connection.peer or self.hello, admit.transfer
+        if connection.over:
+            return
         try:
-            await on_admit(admit, peer)
+            await self._admission(transfer, lambda: on_admit(admit, peer), connection)
+        except Cancelled as e:
+            connection.send(failed(TransferRejected(str(e))), transfer)
         except LynxError as e:
-            self._refuse(connection, admit, e)
-        except asyncio.CancelledError:
-            self._refuse(connection, admit, TransferRejected("the server stops"))
-            raise
+            connection.send(failed(e), transfer)
         except Exception as e:
-            log.exception("admitting transfer %s failed", admit.transfer.hex()[:12])
-            self._refuse(connection, admit, TransferError(f"the server could not admit it: {e!r}"))
+            log.exception("admitting transfer %s failed", transfer.hex()[:12])
+            error = TransferError(f"the server could not admit it: {e!r}")
+            connection.send(failed(error), transfer)
+            self._admissions.unpark(transfer, error)
         else:
-            connection.send(Admitted(admit.transfer, self.epoch), admit.transfer)
-
-    def _refuse(self, connection: Connection, admit: Admit, error: LynxError) -> None:
-        """Tell whoever admitted, and whoever waits for the transfer already: it will not be announced."""
-        connection.send(failed(error), admit.transfer)
-        self._unpark(admit.transfer, error)
+            connection.send(Admitted(transfer, self.epoch), transfer)
 
     def _pull(self, connection: Connection, pull: Pull) -> None:
         transfer = pull.transfer
@@ -368,30 +417,19 @@ class Server:
                 raise StaleGeneration(
                     f"{name} belongs to epoch {pull.epoch}; this server restarted as {self.epoch}: admit again"
                 )
-            if transfer in self._deliveries or transfer in self._parked:
+            if transfer in self._deliveries or transfer in self._admissions.parked:
                 raise TransferRejected(f"{name} is being pulled already; one pull a transfer")
-            if transfer in self._untold:  # its producer gave up between its admission and this pull
-                raise self._untold.pop(transfer)
-            if transfer in self._finished:
-                self._refuse_known(transfer)
+            self._history.tell(transfer)
             outgoing = self._transfers.get(transfer)
             if outgoing is not None:
                 self._deliver(outgoing, pull, connection)
                 return
-            if len(self._parked) >= self._max_parked:
-                raise TransferRejected(f"no room: {self._max_parked} pulls wait already; try later")
+            if len(self._admissions.parked) >= self._max_parked:
+                raise Overloaded(f"no room: {self._max_parked} pulls wait already; retry later")
         except LynxError as e:
             connection.send(failed(e), transfer)
             return
-        error = DeadlineExceeded(f"{name} was not announced within {pull.deadline_s:g} s")
-        timer = self._loop.call_later(pull.deadline_s, self._unpark, transfer, error)
-        self._parked[transfer] = _Parked(pull, connection, timer)
-
-    def _unpark(self, transfer: bytes, error: LynxError) -> None:
-        parked = self._parked.pop(transfer, None)
-        if parked is not None:
-            parked.timer.cancel()
-            parked.connection.send(failed(error), transfer)
+        self._admissions.park(pull, connection)
 
     def _deliver(self, outgoing: Outgoing, pull: Pull, connection: Connection) -> None:
         start, stop = outgoing.manifest.clip(pull.start, pull.stop)
@@ -424,6 +462,10 @@ class Server:
         except LynxError as e:
             self._fail(delivery.outgoing, Released.FAILED, e)
 
+    def _sent(self, delivery: Delivery, tier: Tier, count: int) -> None:
+        self.totals.sent[tier] += count
+        self._touch(delivery.outgoing)
+
     def _broke(self, delivery: Delivery, error: LynxError) -> None:
         self._fail(delivery.outgoing, Released.FAILED, error)
 
@@ -435,14 +477,12 @@ class Server:
             return
         if reason is Released.ACKNOWLEDGED:
             return
-        parked = self._parked.get(transfer)
-        if parked is not None and parked.connection is connection:
-            self._parked.pop(transfer).timer.cancel()
+        self._admissions.leave(connection, transfer)
         outgoing = self._transfers.get(transfer)
         if outgoing is not None:
             self._release(outgoing, reason, detail)
         else:
-            self._remember(transfer, f"{reason}: {detail}")
+            self._history.end(transfer, f"{reason}: {detail}")
 
     def _resend(self, connection: Connection, transfer: bytes, segment: int) -> None:
         delivery = self._deliveries.get(transfer)
@@ -450,6 +490,7 @@ class Server:
             return
         if not delivery.resend(segment):
             raise ProtocolError(f"{connection!r} asked for segment {segment} again, which it may not")
+        self.totals.resends += 1
         log.warning("%r: segment %d arrived corrupt at %r; sending it again", delivery.outgoing, segment, connection)
         self._pump.add(delivery)
 
@@ -457,11 +498,8 @@ class Server:
         delivery = self._deliveries.get(outgoing.transfer)
         if delivery is not None:
             delivery.connection.send(failed(error), outgoing.transfer, delivery.generation)
-        elif reason is Released.FAILED and outgoing.transfer not in self._parked:
-            self._untold[outgoing.transfer] = error
-            if len(self._untold) > REMEMBERED:
-                self._untold.popitem(last=False)
-        self._unpark(outgoing.transfer, error)
+        elif not self._admissions.unpark(outgoing.transfer, error) and reason in (Released.FAILED, Released.CANCELLED):
+            self._history.fail(outgoing.transfer, error)
         self._release(outgoing, reason, str(error))
 
     def _release(self, outgoing: Outgoing, reason: Released, detail: str) -> None:
@@ -472,15 +510,11 @@ class Server:
         delivery = self._deliveries.pop(transfer, None)
         if delivery is not None:
             self._pump.drop(delivery)
-        self._remember(transfer, reason.value)
+        self._history.end(transfer, reason.value)
+        self.totals.released[reason] += 1
         log.info("%r: lease ended, %s %s", outgoing, reason.value, detail)
         outgoing.release(reason, detail)
         self._note_empty()
-
-    def _remember(self, transfer: bytes, why: str) -> None:
-        self._finished[transfer] = why[:200]
-        if len(self._finished) > REMEMBERED:
-            self._finished.popitem(last=False)
 
     def _note_empty(self) -> None:
         if self._draining and not self._transfers:

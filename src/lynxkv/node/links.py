@@ -1,0 +1,93 @@
+"""Connections to prefill nodes, on a loop in a thread of its own; requests of one peer share one."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import uvloop
+
+from lynxkv.transport import Link, connect
+from lynxkv.wire import Hello
+
+T = TypeVar("T")
+Peer = tuple[str, int]
+
+
+class Links:
+    """A decode node's sockets. :meth:`to` and :meth:`up` run on the loop, all else on any thread.
+
+    Parameters
+    ----------
+    hello : Hello
+        What this node says of itself.
+    connect_s : float
+        Deadline of a connection.
+    """
+
+    def __init__(self, hello: Hello, connect_s: float) -> None:
+        self._hello, self._connect_s = hello, connect_s
+        self._links: dict[Peer, Link] = {}
+        self._connecting: dict[Peer, asyncio.Lock] = {}
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="lynxkv-links", daemon=True)
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return bool(self._loop.is_closed())
+
+    def close(self) -> None:
+        """Cancel what is pulled, close every link, end the thread; idempotent."""
+        if self.closed:
+            return
+        self.call(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def post(self, function: Callable[..., object], *args: object) -> bool:
+        """Have ``function(*args)`` called on the loop; False: it is closed, and so is every link."""
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            return False
+        return True
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work`` on the loop; an interrupt here cancels it there."""
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def held(self) -> tuple[int, int]:
+        """Links that are up, and what is pulled or admitted on them."""
+        up = [link for link in list(self._links.values()) if link.error is None]
+        return len(up), sum(link.active for link in up)
+
+    async def to(self, peer: Peer) -> Link:
+        """The link to ``peer``, connected if there is none; errors as :func:`lynxkv.transport.connect`."""
+        async with self._connecting.setdefault(peer, asyncio.Lock()):  # requests at once share one connection
+            link = self.up(peer)
+            if link is None:
+                link = self._links[peer] = await connect(*peer, self._hello, deadline_s=self._connect_s)
+            return link
+
+    def up(self, peer: Peer) -> Link | None:
+        """The link to ``peer`` if there is one."""
+        link = self._links.get(peer)
+        return None if link is None or link.error is not None else link
+
+    async def _end(self) -> None:
+        for link in self._links.values():
+            await link.close()
+        self._links.clear()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
