@@ -1,5 +1,6 @@
 """Both implementations write the same bytes and read the same values."""
 
+import os
 import subprocess
 import sys
 
@@ -132,3 +133,15 @@ def test_kernels_compile_where_nothing_can_be_written():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_code_made_for_any_cpu_reads_the_same_values():
+    """Without the instructions that only some CPUs have, as when one folder of compiled code serves many machines."""
+    tests = [f"{__file__}::test_both_kernels_read_the_same_values", "-p", "no:cacheprovider", "-q", "-n", "0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *tests],
+        env=os.environ | {"NUMBA_CPU_NAME": "generic"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout

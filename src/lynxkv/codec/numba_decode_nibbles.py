@@ -6,7 +6,17 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from lynxkv.codec.numba_decode_rows import cells_by_pairs, emit
-from lynxkv.codec.numba_lanes import F32, constant
+from lynxkv.codec.numba_lanes import (
+    F32,
+    I8,
+    I16,
+    I32,
+    TABLE_INSTRUCTION,
+    constant,
+    dequantized,
+    looked_up,
+    narrow,
+)
 from lynxkv.codec.numba_rows import GROUP, INDEX, LANES, Rows, cache_dtype, intrinsic, intrinsic_of
 
 
@@ -59,10 +69,16 @@ def _v_rows(rows: Rows, cells: Any, out: Any, both: bool) -> None:
     """Groups are 64 channels of a token."""
     b, dim, first, octets = rows.b, rows.values[5], rows.values[13], rows.values[14]
     wholes, per_token = (b.sdiv(rows.plus(dim, more), ir.IntType(64)(GROUP)) for more in (0, GROUP - 1))
+    by_table = not both and cells.dtype.bitwidth == 16 and TABLE_INSTRUCTION is not None
 
     def two(pair: Any) -> None:
         def part(group: Any, channels: list[Any]) -> None:
             slots = [rows.plus(first, rows.times(per_token, rows.plus(pair, pair, odd)), group) for odd in (0, 1)]
+            if by_table:
+                tables = [_table(rows, slot, cells) for slot in slots]
+                for c in channels:
+                    _two_rows_by_table(rows, cells, out, c, pair, tables)
+                return
             groups = [[tuple(rows.spread(i, slot, F32, LANES // 2) for i in (7, 8))] * 2 for slot in slots]
             for c in channels:
                 _two_rows(rows, cells, out, both, c, pair, groups)
@@ -75,6 +91,28 @@ def _v_rows(rows: Rows, cells: Any, out: Any, both: bool) -> None:
         rows.count(rows.times(wholes, GROUP), dim, LANES, lambda c: part(wholes, [c]))
 
     rows.count(0, rows.times(octets, 4), 1, two)
+
+
+def _table(rows: Rows, slot: Any, cells: Any) -> tuple[Any, Any]:
+    """The 16 cells that a group can have: their low bytes, their high bytes."""
+    b = rows.b
+    low, step = (rows.spread(i, slot, F32, LANES) for i in (7, 8))
+    steps = ir.Constant(ir.VectorType(I8, LANES), list(range(LANES)))
+    made = narrow(b, dequantized(b, steps, low, step), cache_dtype(cells))
+    return b.trunc(made, steps.type), b.trunc(b.lshr(made, constant(made.type, 8)), steps.type)
+
+
+def _two_rows_by_table(rows: Rows, cells: Any, out: Any, c: Any, pair: Any, tables: list[tuple[Any, Any]]) -> None:
+    """As `_two_rows`, of the anchor alone."""
+    b = rows.b
+    coarse = rows.load(0, rows.plus(rows.values[1], rows.times(rows.values[5], pair), c), LANES)
+    codes = b.and_(coarse, constant(coarse.type, 15)), b.lshr(coarse, constant(coarse.type, 4))
+    in_turn = ir.Constant(ir.VectorType(I32, 2 * LANES), [i // 2 + i % 2 * LANES for i in range(2 * LANES)])
+    for odd in (0, 1):
+        low, high = (looked_up(b, table, codes[odd]) for table in tables[odd])
+        cell = b.bitcast(b.shuffle_vector(low, high, in_turn), ir.VectorType(I16, LANES))
+        to = rows.plus(rows.values[11], rows.times(rows.values[12], rows.plus(pair, pair, odd)), c)
+        emit(rows, cell, cells, out, 10, to)
 
 
 def _two_rows(rows: Rows, cells: Any, out: Any, both: bool, c: Any, pair: Any, groups: Any) -> None:

@@ -6,7 +6,9 @@ contracts a product and a sum nor replaces a division. A cache element is an int
 
 from typing import Any
 
-from llvmlite import ir  # type: ignore[import-untyped]
+import llvmlite.binding as llvm  # type: ignore[import-untyped]
+from llvmlite import ir
+from numba import config
 
 I8, I16, I32, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
 
@@ -107,3 +109,30 @@ def quantized(b: Any, value: Any, base: Any, step: Any, less: Any) -> Any:
 def dequantized(b: Any, k: Any, low: Any, step: Any) -> Any:
     """``low + float32(k) * step`` for unsigned ``k`` of any width below 32."""
     return b.fadd(low, b.fmul(b.sitofp(b.zext(k, shaped(k.type, I32)), low.type), step))
+
+
+def _table_instruction() -> str | None:
+    """LLVM's name for looking 16 bytes up in a table of 16 at once, where the CPU that code is made for can."""
+    if config.CPU_NAME or config.CPU_FEATURES:  # code for another CPU than this one
+        return None
+    architecture = llvm.get_process_triple().partition("-")[0]
+    features = llvm.get_host_cpu_features()
+    if architecture == "x86_64" and features.get("ssse3"):
+        return "llvm.x86.ssse3.pshuf.b.128"
+    if architecture in ("aarch64", "arm64") and features.get("neon"):
+        return "llvm.aarch64.neon.tbl1.v16i8"
+    return None
+
+
+TABLE_INSTRUCTION = _table_instruction()
+
+_BYTES = ir.VectorType(I8, 16)
+
+
+def looked_up(b: Any, table: Any, codes: Any) -> Any:
+    """``table[codes]`` of vectors of 16 bytes, codes below 16; only where there is a TABLE_INSTRUCTION."""
+    module = b.module
+    instruction = module.globals.get(TABLE_INSTRUCTION) or ir.Function(
+        module, ir.FunctionType(_BYTES, [_BYTES, _BYTES]), TABLE_INSTRUCTION
+    )
+    return b.call(instruction, [table, codes])
