@@ -159,11 +159,11 @@ def test_a_restarted_node_on_the_same_port_serves_new_requests(folder, eng, righ
 def test_a_node_restarted_between_admission_and_pull_refuses_the_stale_pull(eng):
     """Field report 17: behind one address, another life of the node."""
     with prefill_node(eng) as old, prefill_node(eng) as new, Proxy(old.address) as proxy, DecodeNode(eng) as node:
-        link = node._call(node._link(proxy.address))
+        link = node._links.call(node._links.to(proxy.address))
         pull = link.pull
 
         async def elsewhere(wanted, sink, **options):
-            return await (await node._link(new.address)).pull(wanted, sink, **options)
+            return await (await node._links.to(new.address)).pull(wanted, sink, **options)
 
         link.pull = elsewhere
         with pytest.raises(StaleGeneration, match="restarted"):

@@ -25,7 +25,7 @@ from lynxkv.node.spans import CHUNK, encode_prefill, warm
 from lynxkv.node.times import Stopwatch, Times
 from lynxkv.node.turns import SessionInTurns, Turns, in_turns
 from lynxkv.speculation import Answer, Draw, Event, Logits, Sampler, Speculator, Window
-from lynxkv.transport import Link
+from lynxkv.transport import OPEN, Link, Security
 from lynxkv.wire import Admit, Hello, Pull, token_digest
 
 __all__ = ["DecodeNode", "Generation", "OnLoss", "Outcome", "Request", "Times"]
@@ -63,6 +63,8 @@ class DecodeNode:
         Bound of all requests' KV and compressed bytes together; a request waits until it fits. None: no bound.
     max_queue : int
         Requests that may wait for memory; one more is refused.
+    security : Security or None
+        Whom to trust; None: everyone.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class DecodeNode:
         memory_bytes: int | None = None,
         max_queue: int = 64,
         name: str = "",
+        security: Security | None = None,
     ) -> None:
         self.engine = engine
         self._admit_s, self._stall_s = admit_s, stall_s
@@ -85,7 +88,9 @@ class DecodeNode:
         self._runs: set[_Run] = set()
         self._received: Counter[str] = Counter()
         self._losses: Counter[str] = Counter()
-        self._links = Links(Hello(role="decode", name=name, fingerprint=engine.fingerprint), connect_s)
+        known = security or OPEN
+        hello = Hello(role="decode", name=name, fingerprint=engine.fingerprint, secret=known.secret)
+        self._links = Links(hello, connect_s, known.client_context())
 
     def __enter__(self) -> "DecodeNode":
         return self

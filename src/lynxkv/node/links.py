@@ -1,6 +1,7 @@
 """Connections to prefill nodes, on a loop in a thread of its own; requests of one peer share one."""
 
 import asyncio
+import ssl
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -24,10 +25,12 @@ class Links:
         What this node says of itself.
     connect_s : float
         Deadline of a connection.
+    tls : SSLContext or None
+        See :class:`lynxkv.transport.Security`.
     """
 
-    def __init__(self, hello: Hello, connect_s: float) -> None:
-        self._hello, self._connect_s = hello, connect_s
+    def __init__(self, hello: Hello, connect_s: float, tls: ssl.SSLContext | None) -> None:
+        self._hello, self._connect_s, self._tls = hello, connect_s, tls
         self._links: dict[Peer, Link] = {}
         self._connecting: dict[Peer, asyncio.Lock] = {}
         self._loop = uvloop.new_event_loop()
@@ -75,7 +78,7 @@ class Links:
         async with self._connecting.setdefault(peer, asyncio.Lock()):  # requests at once share one connection
             link = self.up(peer)
             if link is None:
-                link = self._links[peer] = await connect(*peer, self._hello, deadline_s=self._connect_s)
+                link = self._links[peer] = await connect(*peer, self._hello, deadline_s=self._connect_s, tls=self._tls)
             return link
 
     def up(self, peer: Peer) -> Link | None:

@@ -13,7 +13,7 @@ from lynxkv.node.holdings import PrefillHoldings, PrefillTotals
 from lynxkv.node.prefilling import Prefilling
 from lynxkv.node.spans import CHUNK
 from lynxkv.speculation import Draw, Logits, Sampler, SamplingParams
-from lynxkv.transport import Outgoing, Released, Server
+from lynxkv.transport import OPEN, Outgoing, Released, Security, Server
 from lynxkv.wire import Admit, FirstToken, Hello, Manifest, token_digest
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,8 @@ class PrefillNode:
         Prompts in work at a time, a chunk each in turn.
     max_queue : int
         Prompts that may wait for that or for memory; one more is refused.
+    security : Security or None
+        Who may ask; None: everyone.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class PrefillNode:
         max_queue: int = 64,
         max_running: int = 4,
         name: str = "",
+        security: Security | None = None,
     ) -> None:
         for option, seconds in (("ttl_s", ttl_s), ("lease_s", lease_s)):
             if not seconds > 0:
@@ -76,8 +79,12 @@ class PrefillNode:
             raise RequestError(f"max_running of 1 and max_queue of 0 at least, got {max_running} and {max_queue}")
         self.engine = engine
         self.store = EntryStore(memory_bytes, ttl_s)
+        known = security or OPEN
         self.server = Server(
-            Hello(role="prefill", name=name, fingerprint=engine.fingerprint), rate=rate, lease_s=lease_s
+            Hello(role="prefill", name=name, fingerprint=engine.fingerprint, secret=known.secret),
+            tls=known.server_context(),
+            rate=rate,
+            lease_s=lease_s,
         )
         self.server.on_admit = self._admit
         self._chunk = chunk

@@ -5,15 +5,18 @@ from lynxkv.transport.incoming import Incoming, Sink
 from lynxkv.transport.link import Link, connect
 from lynxkv.transport.outgoing import Outgoing, Released
 from lynxkv.transport.scheduling import Scheduler
+from lynxkv.transport.security import OPEN, Security
 from lynxkv.transport.server import Counters, Server
 
 __all__ = [
+    "OPEN",
     "Counters",
     "Incoming",
     "Link",
     "Outgoing",
     "Released",
     "Scheduler",
+    "Security",
     "Server",
     "Sink",
     "TokenBucket",

@@ -3,8 +3,11 @@
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Sequence
 from typing import Protocol, cast
+
+import msgspec
 
 from lynxkv.errors import DeadlineExceeded, HandshakeRefused, LynxError, PeerLost, ProtocolError
 from lynxkv.wire.events import AnyEvent, Failed, Hello, Refused, error_of, failed
@@ -19,12 +22,17 @@ log = logging.getLogger(__name__)
 
 NOTSENT_BYTES = 256 << 10
 """Unsent bytes the kernel may hold: what an anchor that comes late has to wait for."""
+SHUTDOWN_S = 1.0
+"""What a connection that is closed gets to send what was written."""
 MAX_BACKLOG = 8 << 20
 """Control bytes a peer that does not read may let pile up before it is cut off."""
 
 
 class Owner(Protocol):
     """Whoever a connection works for. All calls are on the loop's thread; ``lost`` is the last one."""
+
+    def connected(self, connection: "Connection") -> None:
+        """The socket is there, and TLS where there is any; nobody has greeted yet."""
 
     def greeted(self, connection: "Connection") -> None:
         """The handshake is done."""
@@ -64,6 +72,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._paused = False
+        self._encrypted = False
         self._over = False
         self.reader = FrameReader(
             lambda header: owner.place(self, header), versions=(HANDSHAKE_VERSION,), control_limit=1 << 16
@@ -129,27 +138,31 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def close(self, error: LynxError) -> None:
-        """End the connection after what was written has gone out, or after a second."""
+        """End the connection after what was written has gone out, or after :data:`SHUTDOWN_S`."""
         if self._over:
             return
         self._finish(error)
         if self._transport is not None:
             self._transport.close()
             if self._transport.get_write_buffer_size():
-                self._loop.call_later(1.0, self._transport.abort)
+                self._loop.call_later(SHUTDOWN_S, self._transport.abort)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Set the socket up and greet."""
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=0)
+        # Nothing may pile up here. Under TLS a limit of 0 would stop writing for good: uvloop and asyncio look at it
+        # only after a write, and take an empty buffer for a full one.
+        self._transport.set_write_buffer_limits(high=1, low=0)
         sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, self._notsent)
+        self._encrypted = transport.get_extra_info("ssl_object") is not None
         address = transport.get_extra_info("peername")
         self.address = f"{address[0]}:{address[1]}" if address else "?"
         self._timer = self._loop.call_later(self._handshake_s, self._too_slow)
+        self._owner.connected(self)
         if self._opens:
             self.send(self._hello)
 
@@ -184,7 +197,12 @@ class Connection(asyncio.BufferedProtocol):
         """The socket is closed."""
         if self._over:
             return
+        if isinstance(exc, ssl.SSLError) and self.peer is None:
+            self._finish(HandshakeRefused(f"{self!r} ended TLS: {exc}; do both have certificates of one authority?"))
+            return
         why = f": {exc}" if exc is not None else ""
+        if self.peer is None and self._encrypted:  # uvloop ends a refused handshake without an alert
+            why += "; it came to no greeting over TLS: does the peer take our certificate?"
         try:
             self.reader.end()
         except ProtocolError as e:
@@ -214,7 +232,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         if not self._opens:
             self.send(self._hello)
-        self.peer, self.version = theirs, outcome
+        self.peer, self.version = msgspec.structs.replace(theirs, secret=None), outcome
         self.reader.versions = frozenset((outcome,))
         self.reader.control_limit = MAX_CONTROL
         self._stop_timer()

@@ -1,11 +1,12 @@
 """The decode side of a connection: admits and pulls, many at a time."""
 
 import asyncio
+import ssl
 
 import msgspec
 
-from lynxkv.errors import DeadlineExceeded, LynxError, PeerLost, ProtocolError, TransferRejected
-from lynxkv.transport.connection import Connection
+from lynxkv.errors import DeadlineExceeded, HandshakeRefused, LynxError, PeerLost, ProtocolError, TransferRejected
+from lynxkv.transport.connection import SHUTDOWN_S, Connection
 from lynxkv.transport.incoming import Incoming, Sink
 from lynxkv.wire.events import Admit, Admitted, Cancel, Failed, Hello, Pull, error_of
 from lynxkv.wire.frames import NO_TRANSFER, Header
@@ -133,6 +134,9 @@ class Link:
         self._connection = Connection(self._hello, self, opens=True, handshake_s=handshake_s)
         return self._connection
 
+    def connected(self, connection: Connection) -> None:
+        """Nothing to do: the connection greets."""
+
     def greeted(self, connection: Connection) -> None:
         """The link is up."""
         if not self.peer.epoch:
@@ -176,15 +180,17 @@ class Link:
         self.gone.set()
 
 
-async def connect(host: str, port: int, hello: Hello, *, deadline_s: float = 5.0) -> Link:
-    """Connect and shake hands.
+async def connect(
+    host: str, port: int, hello: Hello, *, deadline_s: float = 5.0, tls: ssl.SSLContext | None = None
+) -> Link:
+    """Connect and shake hands, with ``tls`` inside TLS (see :class:`lynxkv.transport.Security`).
 
     Raises
     ------
     PeerLost
         Nobody listens there, or the connection ended.
     HandshakeRefused
-        The two do not fit together; names the field and both values.
+        The two do not fit together, which names the field and both values; or do not trust each other.
     DeadlineExceeded
         Not done within ``deadline_s``.
     """
@@ -192,7 +198,14 @@ async def connect(host: str, port: int, hello: Hello, *, deadline_s: float = 5.0
     link = Link(hello if hello.epoch else msgspec.structs.replace(hello, epoch=new_epoch()))
     try:
         async with asyncio.timeout(deadline_s):
-            await loop.create_connection(lambda: link.open(deadline_s), host, port)
+            await loop.create_connection(
+                lambda: link.open(deadline_s),
+                host,
+                port,
+                ssl=tls,
+                ssl_handshake_timeout=deadline_s if tls else None,
+                ssl_shutdown_timeout=SHUTDOWN_S if tls else None,
+            )
             await link.greeting.wait()
     except asyncio.CancelledError:
         await link.close()
@@ -200,6 +213,8 @@ async def connect(host: str, port: int, hello: Hello, *, deadline_s: float = 5.0
     except TimeoutError:
         await link.close()
         raise DeadlineExceeded(f"no connection to {host}:{port} within {deadline_s:g} s") from None
+    except ssl.SSLError as e:
+        raise HandshakeRefused(f"no TLS with {host}:{port}: {e}; do both have certificates of one authority?") from e
     except OSError as e:
         raise PeerLost(f"cannot connect to {host}:{port}: {e.strerror or e}; is the node running there?") from e
     if link.error is not None:

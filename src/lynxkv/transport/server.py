@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import ssl
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from lynxkv.errors import (
     TransferRejected,
 )
 from lynxkv.transport.admissions import Admissions
-from lynxkv.transport.connection import Connection
+from lynxkv.transport.connection import SHUTDOWN_S, Connection
 from lynxkv.transport.delivery import Delivery
 from lynxkv.transport.history import History
 from lynxkv.transport.outgoing import Outgoing, Released
@@ -90,6 +91,8 @@ class Server:
     ----------
     hello : Hello
         What this node says of itself; ``epoch`` 0 is replaced by a new one.
+    tls : SSLContext, optional
+        Everything goes inside TLS; see :class:`lynxkv.transport.Security`.
     rate : float, optional
         Bytes a second of all connections together, headers included.
     lease_s : float
@@ -110,6 +113,7 @@ class Server:
         self,
         hello: Hello,
         *,
+        tls: ssl.SSLContext | None = None,
         rate: float | None = None,
         lease_s: float = 30.0,
         handshake_s: float = 5.0,
@@ -119,6 +123,7 @@ class Server:
     ) -> None:
         self.hello = hello if hello.epoch else msgspec.structs.replace(hello, epoch=new_epoch())
         self.on_admit: OnAdmit | None = None
+        self._tls = tls
         self._lease_s, self._handshake_s = lease_s, handshake_s
         self._max_connections, self._max_parked, self._max_admitting = max_connections, max_parked, max_admitting
         self.totals = Totals()
@@ -132,7 +137,7 @@ class Server:
         self._asking: set[asyncio.Task[None]] = set()
         self._listener: asyncio.Server | None = None
         self._sweep_handle: asyncio.TimerHandle | None = None
-        self._draining = False
+        self._draining = self._closed = False
         self._empty = asyncio.Event()
 
     @property
@@ -170,7 +175,14 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._pump.start()
         try:
-            self._listener = await self._loop.create_server(self._accept, host, port)
+            self._listener = await self._loop.create_server(
+                self._accept,
+                host,
+                port,
+                ssl=self._tls,
+                ssl_handshake_timeout=self._handshake_s if self._tls else None,
+                ssl_shutdown_timeout=SHUTDOWN_S if self._tls else None,
+            )
         except OSError as e:
             raise TransferError(f"cannot listen on {host}:{port}: {e.strerror or e}; choose another port") from e
         self._sweep()
@@ -259,7 +271,7 @@ class Server:
 
     def close(self) -> None:
         """Stop now: listener, connections, leases and parked pulls are gone when this returns."""
-        self._draining = True
+        self._draining = self._closed = True
         if self._listener is not None:
             self._listener.close()
         for outgoing in list(self._transfers.values()):
@@ -273,11 +285,15 @@ class Server:
             self._sweep_handle.cancel()
 
     def _accept(self) -> Connection:
-        connection = Connection(self.hello, self, opens=False, handshake_s=self._handshake_s)
-        self._connections.add(connection)
-        return connection
+        return Connection(self.hello, self, opens=False, handshake_s=self._handshake_s)
 
     # What connections tell (see connection.Owner).
+
+    def connected(self, connection: Connection) -> None:
+        """Keep account of it; one whose TLS was set up too late is closed."""
+        self._connections.add(connection)
+        if self._closed:
+            connection.close(TransferError("the server was closed"))
 
     def greeted(self, connection: Connection) -> None:
         """Refuse a peer there is no room for."""

@@ -25,13 +25,20 @@ class Event(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower):
 
 
 class Hello(Event, frozen=True, kw_only=True):
-    """First event of both sides. ``fingerprint`` None: this side runs no model (a router)."""
+    """First event of both sides. ``fingerprint`` None: this side runs no model (a router).
+
+    ``secret`` is shared by all nodes of one installation; no text shows it.
+    """
 
     versions: Annotated[tuple[int, ...], Meta(min_length=1, max_length=64)] = (1,)
     role: Annotated[str, Meta(max_length=64)]
     name: Annotated[str, Meta(max_length=256)] = ""
     epoch: Count = 0
     fingerprint: Fingerprint | None = None
+    secret: Annotated[str, Meta(max_length=1024)] | None = None
+
+    def __repr__(self) -> str:
+        return f"Hello(role={self.role!r}, name={self.name!r}, epoch={self.epoch})"
 
 
 class Refused(Event, frozen=True):

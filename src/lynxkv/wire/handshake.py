@@ -1,5 +1,6 @@
 """Which version two peers speak, and whether they fit together at all."""
 
+import hmac
 import time
 
 from lynxkv.wire.events import Hello, Refused
@@ -25,8 +26,10 @@ def make_generation(epoch: int, attempt: int) -> int:
 def negotiate(ours: Hello, theirs: Hello) -> int | Refused:
     """Newest version both speak, or why these two peers cannot talk.
 
-    A peer without a fingerprint (a router) fits any model.
+    A peer without a fingerprint (a router) fits any model. The secret comes first: who does not know it learns nothing.
     """
+    if ours.secret is not None and not _same(ours.secret, theirs.secret):
+        return Refused("secret", "the one the nodes share", "none" if theirs.secret is None else "another one")
     common = set(ours.versions) & set(theirs.versions)
     if not common:
         return Refused("versions", str(list(ours.versions)), str(list(theirs.versions)))
@@ -35,3 +38,7 @@ def negotiate(ours: Hello, theirs: Hello) -> int | Refused:
         if found is not None:
             return Refused(*found)
     return max(common)
+
+
+def _same(ours: str, theirs: str | None) -> bool:
+    return theirs is not None and hmac.compare_digest(ours.encode(), theirs.encode("utf-8", "surrogatepass"))
