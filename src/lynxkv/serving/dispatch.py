@@ -1,0 +1,183 @@
+"""One attempt at a request: a prefill and a decode worker, both at once or one after the other."""
+
+import asyncio
+import secrets
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from lynxkv.serving.ask import Ask
+from lynxkv.serving.errors import HttpError, told_by
+from lynxkv.serving.exchange import DONE, Reply, encode
+from lynxkv.serving.upstream import DEAD_S, Worker
+
+T = TypeVar("T")
+
+_LOST = frozenset({502, 504})
+"""What a decode worker answers when the KV did not come: the prefill worker's failure."""
+
+_ERROR_EVENT = b"event: error\n"
+
+
+class WorkerFailed(Exception):
+    """A worker could not do its part; if the client was told nothing yet, another one may."""
+
+    def __init__(self, worker: Worker, error: HttpError) -> None:
+        super().__init__(str(error))
+        self.worker, self.error = worker, error
+
+
+class Attempt:
+    """Runs a request on two workers under a transfer id and a seed drawn for it.
+
+    Parameters
+    ----------
+    client : aiohttp.ClientSession
+    ask : Ask
+    path : str
+        Of the endpoint.
+    headers : mapping
+        What both requests carry.
+    prefill, decode : Worker
+    """
+
+    def __init__(
+        self, client: aiohttp.ClientSession, ask: Ask, path: str, headers: Mapping[str, str],
+        prefill: Worker, decode: Worker,
+    ) -> None:  # fmt: skip
+        self._client, self._ask, self._path = client, ask, path
+        self._headers = {**headers, "content-type": "application/json"}
+        self._prefill, self._decode = prefill, decode
+        self.transfer = secrets.token_bytes(16).hex()
+        self._seed = secrets.randbits(62) if ask.params.seed is None else ask.params.seed
+
+    async def at_once(self, reply: Reply) -> bool:
+        """Both workers begin now, and the KV travels while it is made; whether the answer came to its regular end.
+
+        Raises
+        ------
+        WorkerFailed
+            One of them failed; ``reply`` says whether the client has been told anything.
+        """
+        prefilling = asyncio.create_task(_unless_dead(self._prefill, self._ask_prefill()))
+        decoding = asyncio.create_task(_unless_dead(self._decode, self._ask_decode(self._whereabouts(), reply)))
+        try:
+            await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
+            if prefilling.done() and reply.status is None:
+                prefilling.result()
+            return await decoding
+        except WorkerFailed as failure:
+            if failure.worker is self._decode and failure.error.status in _LOST and reply.status is None:
+                raise WorkerFailed(self._prefill, failure.error) from failure
+            raise
+        finally:
+            for task in (prefilling, decoding):
+                task.cancel()
+            await asyncio.gather(prefilling, decoding, return_exceptions=True)
+
+    async def in_turn(self, reply: Reply) -> bool:
+        """As :meth:`at_once` in vLLM's order: the decode worker is asked with what the prefill worker answered."""
+        told = await _unless_dead(self._prefill, self._ask_prefill())
+        where = told.get("kv_transfer_params")
+        if not isinstance(where, dict):
+            raise WorkerFailed(self._prefill, HttpError(502, "protocol_error", "no kv_transfer_params were answered"))
+        return await _unless_dead(self._decode, self._ask_decode(where, reply))
+
+    async def _ask_prefill(self) -> dict[str, Any]:
+        """The prefill worker's answer: token 1, and where the KV is."""
+        left_out = ("stream", "stream_options", "max_completion_tokens", "n")
+        body = {name: value for name, value in self._ask.plain.items() if name not in left_out}
+        body["max_tokens"] = 1
+        if self._ask.params.min_tokens > 1:
+            body["min_tokens"] = 1
+        body["kv_transfer_params"] = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "transfer_id": self.transfer,
+            "seed": self._seed,
+        }
+        try:
+            async with self._post(self._prefill, body) as response:
+                content = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._unreachable(self._prefill, error) from error
+        if response.status != 200:
+            raise WorkerFailed(self._prefill, told_by(response.status, content, _plain(response.headers)))
+        told = msgspec.json.decode(content)
+        return told if isinstance(told, dict) else {}
+
+    async def _ask_decode(self, where: Mapping[str, Any], reply: Reply) -> bool:
+        body = {**self._ask.plain, "kv_transfer_params": where}
+        try:
+            async with self._post(self._decode, body) as response:
+                if response.status != 200:
+                    error = told_by(response.status, await response.read(), _plain(response.headers))
+                    raise WorkerFailed(self._decode, error)
+                if self._ask.stream:
+                    return await self._pass_on(response, reply)
+                content = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._unreachable(self._decode, error) from error
+        await reply.json(content)
+        return True
+
+    async def _pass_on(self, response: aiohttp.ClientResponse, reply: Reply) -> bool:
+        """Whole events, byte for byte; half an event is never sent."""
+        await reply.stream()
+        rest, last = b"", b""
+        async for data in response.content.iter_any():
+            whole, _, rest = (rest + data).rpartition(b"\n\n")
+            if whole:
+                whole += b"\n\n"
+                last = whole
+                await reply.raw(whole)
+        if last.endswith(DONE):
+            await reply.end()
+            return True
+        if _ERROR_EVENT in last:
+            await reply.end()
+            return False
+        raise WorkerFailed(self._decode, HttpError(502, "peer_lost", f"{self._decode!r} ended in mid-answer"))
+
+    def _post(self, worker: Worker, body: Mapping[str, Any]) -> Any:
+        return self._client.post(f"{worker.url}{self._path}", data=encode(body), headers=self._headers)
+
+    def _whereabouts(self) -> dict[str, Any]:
+        """Where the KV will be: what the prefill worker would answer in the end."""
+        kv = self._prefill.about["kv"]
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": self.transfer,
+            "remote_engine_id": kv["engine_id"],
+            "remote_host": kv["host"],
+            "remote_port": kv["port"],
+            "remote_epoch": kv["epoch"],
+            "seed": self._seed,
+        }
+
+    def _unreachable(self, worker: Worker, error: Exception) -> WorkerFailed:
+        why = str(error) or type(error).__name__
+        worker.lost(why)
+        return WorkerFailed(worker, HttpError(502, "peer_lost", f"{worker!r} cannot be reached or went away: {why}"))
+
+
+async def _unless_dead(worker: Worker, work: Coroutine[Any, Any, T]) -> T:
+    """``work``, given up when its worker has been silent for too long."""
+    task, dead = asyncio.ensure_future(work), asyncio.ensure_future(worker.dead.wait())
+    try:
+        await asyncio.wait((task, dead), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            error = HttpError(504, "worker_silent", f"{worker!r} has not answered for {DEAD_S:g} s; it was given up")
+            raise WorkerFailed(worker, error)
+        return task.result()
+    finally:
+        task.cancel()
+        dead.cancel()
+        await asyncio.gather(task, dead, return_exceptions=True)
+
+
+def _plain(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}

@@ -1,0 +1,148 @@
+"""The router: OpenAI's API towards clients, one prefill and one decode worker for every request."""
+
+import ssl
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import aiohttp
+
+from lynxkv.errors import Overloaded
+from lynxkv.serving.activity import Tracked
+from lynxkv.serving.ask import Ask
+from lynxkv.serving.dispatch import Attempt, WorkerFailed
+from lynxkv.serving.exchange import Reply
+from lynxkv.serving.service import Service
+from lynxkv.serving.upstream import Fleet, Worker
+
+_PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
+_ELSEWHERE = frozenset({429, 500, 502, 503, 504})
+"""Statuses of one worker that another one may not have."""
+
+
+class RouterService(Service):
+    """Spreads requests over workers by their outstanding tokens.
+
+    A request whose prefill or decode worker fails before the client was told anything is tried once more with
+    another one; a failure is never passed for an answer.
+
+    Parameters
+    ----------
+    prefill, decode : sequence of str
+        URLs of workers.
+    sequential : bool
+        The prefill worker first, then the decode worker, as vLLM's routers do; both at once otherwise.
+    max_outstanding : int
+        Tokens of all requests in flight together, about; more is refused.
+    upstream_token : str or None
+        Bearer token for workers.
+    tls : ssl.SSLContext or None
+        For workers at https URLs.
+    """
+
+    def __init__(
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        *,
+        sequential: bool = False,
+        max_outstanding: int = 1 << 20,
+        upstream_token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__("router", options.pop("name", "") or "router", **options)
+        self.fleet = Fleet(prefill, decode)
+        self._sequential = sequential
+        self._max_outstanding = max_outstanding
+        self._outstanding = 0
+        self._headers = {} if upstream_token is None else {"authorization": f"Bearer {upstream_token}"}
+        self._tls = tls
+
+    async def start(self) -> None:
+        """Look for the workers."""
+        connector = aiohttp.TCPConnector(limit=0, ssl=self._tls if self._tls is not None else True)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+        self.client = aiohttp.ClientSession(
+            connector=connector, timeout=timeout, headers=self._headers, auto_decompress=False
+        )
+        await self.fleet.start(self.client)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self.fleet.close()
+        await self.client.close()
+
+    def health(self) -> dict[str, Any]:
+        """Ready when there is a worker of either kind."""
+        ready = all(self.fleet.of(role) for role in ("prefill", "decode"))
+        return {
+            "status": "ok" if ready else "no_workers",
+            "outstanding_tokens": self._outstanding,
+            "workers": [worker.plain() for worker in self.fleet.workers],
+        }
+
+    def models(self) -> list[dict[str, Any]]:
+        """Those of the decode workers that are up."""
+        found = {
+            str(worker.about["model"]): {
+                "id": worker.about["model"],
+                "object": "model",
+                "created": 0,
+                "owned_by": "lynxkv",
+                "max_model_len": worker.about.get("context"),
+            }
+            for worker in self.fleet.of("decode")
+        }
+        return list(found.values())
+
+    async def answer(self, ask: Ask, reply: Reply, tracked: Tracked) -> None:
+        """Answer from two workers, or tell which failure ended it."""
+        tokens = ask.estimated_tokens + ask.n * ask.params.max_tokens
+        if self._outstanding and self._outstanding + tokens > self._max_outstanding:
+            raise Overloaded(f"about {self._outstanding} of {self._max_outstanding} tokens are in flight: retry later")
+        tracked.prompt_tokens = ask.estimated_tokens
+        self._outstanding += tokens
+        try:
+            await self._answer(ask, reply, tracked, tokens)
+        finally:
+            self._outstanding -= tokens
+
+    async def _answer(self, ask: Ask, reply: Reply, tracked: Tracked, tokens: int) -> None:
+        failed: dict[str, Worker] = {}
+        while True:
+            prefill, decode = await self._pair(ask, failed)
+            tracked.workers = {"prefill": prefill.url, "decode": decode.url}
+            attempt = Attempt(self.client, ask, _PATHS[ask.kind], tracked.onward, prefill, decode)
+            tracked.transfer = attempt.transfer
+            tracked.happened("dispatched", state="prefill")
+            try:
+                with ExitStack() as counted:
+                    counted.enter_context(prefill.busy(ask.estimated_tokens))
+                    counted.enter_context(decode.busy(tokens))
+                    regular = await (attempt.in_turn(reply) if self._sequential else attempt.at_once(reply))
+            except WorkerFailed as failure:
+                worker = failure.worker
+                told = reply.status is not None
+                if told or failure.error.status not in _ELSEWHERE or worker.role in failed or not self._others(worker):
+                    raise failure.error from failure
+                failed[worker.role] = worker
+                tracked.retried.append(worker.role)
+                tracked.happened("retried")
+                continue
+            if regular:
+                tracked.finish = "answered"
+            else:  # the decode worker has told its failure in the stream, which was passed on
+                tracked.error, tracked.status = "worker_error", reply.status
+                self.activity.end(tracked, "failed")
+            return
+
+    async def _pair(self, ask: Ask, failed: dict[str, Worker]) -> tuple[Worker, Worker]:
+        """Workers for the request; those that seem down are asked again before it is refused."""
+        without = set(failed.values())
+        if not all(set(self.fleet.of(role)) - without for role in ("prefill", "decode")):
+            await self.fleet.check(self.client)
+        return self.fleet.pair(ask.model, without)
+
+    def _others(self, worker: Worker) -> bool:
+        return any(other is not worker for other in self.fleet.of(worker.role))
