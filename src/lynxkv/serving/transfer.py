@@ -12,7 +12,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _PARAM = "kv_transfer_params"
 _Id = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
-_Seed = Annotated[int, Meta(ge=0, lt=1 << 63)]
+_Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class ToPrefill(msgspec.Struct, frozen=True):
