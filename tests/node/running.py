@@ -10,9 +10,29 @@ import uvloop
 
 from lynxkv.codec import CodecSpec
 from lynxkv.errors import LynxError
-from lynxkv.node.admission import tokens_to_bytes
+from lynxkv.node.admission import sampling_to_wire, tokens_to_bytes
+from lynxkv.node.decode import Request
 from lynxkv.node.prefill import PrefillNode
+from lynxkv.speculation import SamplingParams
 from lynxkv.wire import Admit
+from models import prompt
+
+PARAMS = SamplingParams(max_tokens=20, temperature=1.0, seed=3)
+
+
+def request(tokens=300, seed=0, **options) -> Request:
+    """A small seeded request."""
+    return Request(tuple(prompt(tokens, seed)), PARAMS, **{"cap": 8} | options)
+
+
+def admit_of(wanted: Request) -> Admit:
+    """What admits a request's KV under a new id."""
+    return Admit(
+        transfer=secrets.token_bytes(16),
+        tokens=tokens_to_bytes(wanted.tokens),
+        spec=wanted.spec,
+        sampling=sampling_to_wire(wanted.params),
+    )
 
 
 class Running:
@@ -44,6 +64,10 @@ class Running:
         admit = Admit(transfer=secrets.token_bytes(16), tokens=tokens_to_bytes(tokens), spec=spec or CodecSpec())
         asyncio.run_coroutine_threadsafe(self.node._admit(admit, self.node.server.hello), self.loop).result(30)
         return admit.transfer
+
+    def admitting(self, admit: Admit):
+        """The node's own admission, as a future of the test's thread."""
+        return asyncio.run_coroutine_threadsafe(self.node.admit(admit), self.loop)
 
     def idle(self) -> bool:
         """Wait until nothing is held; False after 30 s."""
@@ -82,6 +106,21 @@ def prefill_node(engine, **options) -> Iterator[Running]:
         loop.close()
 
 
+def nothing_is_held(run, node):
+    """Both nodes are back where they began; entries may stay."""
+    assert run.idle()
+    run.until(lambda: node.holdings().pulls == 0)
+    held = node.holdings()
+    assert (held.running, held.waiting, held.kv_bytes, held.staged_bytes, held.memory_bytes) == (0, 0, 0, 0, 0)
+    run.until(lambda: run.node.holdings().running == 0)
+    ours = run.call(run.node.holdings)
+    assert (ours.queued, ours.readers, ours.leases, ours.deliveries) == (0, 0, 0, 0)
+    assert (ours.parked, ours.admitting, ours.queued_bytes) == (0, 0, 0)
+    assert not run.node._held
+    assert not run.node._waiting
+    return True
+
+
 def finish(generation):
     """Run a generation to its end; (events, outcome)."""
     events = list(generation)
@@ -100,17 +139,19 @@ def interrupted(generation):
 
 
 class Asked(threading.Thread):
-    """A generation that runs to its end on a thread of its own."""
+    """A generation that runs to its end on a thread of its own; ``hear`` gets every event there."""
 
-    def __init__(self, generation) -> None:
+    def __init__(self, generation, hear=lambda _: None) -> None:
         super().__init__(daemon=True)
-        self._generation = generation
+        self._generation, self._hear = generation, hear
         self._outcome, self._error = None, None
         self.start()
 
     def run(self) -> None:
         try:
-            _, self._outcome = finish(self._generation)
+            for event in self._generation:
+                self._hear(event)
+            self._outcome = self._generation.outcome
         except LynxError as error:
             self._error = error
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from lynxkv.codec import CacheShape, CodecSpec, Tier, plan, segment_bounds
@@ -17,7 +17,7 @@ from lynxkv.node.arrivals import Arrivals, Moment, Observer
 from lynxkv.node.cancellation import Cancellation
 from lynxkv.node.holdings import DecodeHoldings, DecodeTotals
 from lynxkv.node.links import Links, Peer
-from lynxkv.node.pulling import Order, Pulling
+from lynxkv.node.pulling import Order, Pulling, keeping
 from lynxkv.node.refinement import LOSS, PulledRefinement, SpanWriter
 from lynxkv.node.request import Generation, OnLoss, Outcome, Request
 from lynxkv.node.room import Room
@@ -200,7 +200,8 @@ class DecodeNode:
 
         with ExitStack() as held:
             run = held.enter_context(self._running(cancellation))
-            reservation = held.enter_context(self._room.reserved(size, cancellation, until))
+            with keeping(self._links, peer, transfer) if request.transfer else nullcontext():
+                reservation = held.enter_context(self._room.reserved(size, cancellation, until))
             hear(Moment(time.monotonic(), "room", size=size))
             arrivals = Arrivals(
                 token_digest(packed),

@@ -32,7 +32,7 @@ class Links:
     def __init__(self, hello: Hello, connect_s: float, tls: ssl.SSLContext | None) -> None:
         self._hello, self._connect_s, self._tls = hello, connect_s, tls
         self._links: dict[Peer, Link] = {}
-        self._connecting: dict[Peer, asyncio.Lock] = {}
+        self._connecting: dict[Peer, asyncio.Task[Link]] = {}
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="lynxkv-links", daemon=True)
         self._thread.start()
@@ -75,16 +75,31 @@ class Links:
 
     async def to(self, peer: Peer) -> Link:
         """The link to ``peer``, connected if there is none; errors as :func:`lynxkv.transport.connect`."""
-        async with self._connecting.setdefault(peer, asyncio.Lock()):  # requests at once share one connection
-            link = self.up(peer)
-            if link is None:
-                link = self._links[peer] = await connect(*peer, self._hello, deadline_s=self._connect_s, tls=self._tls)
+        link = self.up(peer)
+        if link is not None:
             return link
+        connecting = self._connecting.get(peer)
+        if connecting is None:
+            connecting = self._connecting[peer] = asyncio.get_running_loop().create_task(self._connect(peer))
+            connecting.add_done_callback(lambda task: self._connected(peer, task))
+        return await asyncio.shield(connecting)  # it is for all who wait, and for those who come
 
     def up(self, peer: Peer) -> Link | None:
         """The link to ``peer`` if there is one."""
         link = self._links.get(peer)
         return None if link is None or link.error is not None else link
+
+    async def _connect(self, peer: Peer) -> Link:
+        link = await connect(*peer, self._hello, deadline_s=self._connect_s, tls=self._tls)
+        for dead in [other for other, held in self._links.items() if held.error is not None]:
+            del self._links[dead]
+        self._links[peer] = link
+        return link
+
+    def _connected(self, peer: Peer, task: "asyncio.Task[Link]") -> None:
+        del self._connecting[peer]
+        if not task.cancelled():
+            task.exception()  # those who waited have it; it is no news if all of them left
 
     async def _end(self) -> None:
         for link in self._links.values():

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -15,6 +16,9 @@ from lynxkv.transport import Incoming, Link
 from lynxkv.wire import Admit, Pull
 
 log = logging.getLogger(__name__)
+
+KEEP_S = 5.0
+"""How often a lease is renewed while memory is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +113,53 @@ class Pulling:
         self._ended = True
         if self._task is not None:
             self._task.cancel()
-        transfer, link = self._order.pull.transfer, self._link or self._links.up(self._order.peer)
         if self._incoming is not None:
             self._incoming.cancel(reason)
-        elif link is not None and not link.pulls(transfer):  # an id given twice: that pull is another request's
-            link.cancel(transfer, reason)
+        else:
+            _give_up(self._links, self._order.peer, self._order.pull.transfer, reason)
 
 
 async def _acknowledge(incoming: Incoming) -> None:
     with suppress(LynxError):  # the bytes are all here and used: how the lease ends is the peer's affair
         await incoming.wait()
         incoming.acknowledge()
+
+
+def _give_up(links: Links, peer: Peer, transfer: bytes, reason: str) -> None:
+    """Tell ``peer`` that nobody here will pull ``transfer``, on the loop."""
+    link = links.up(peer)
+    if link is not None and not link.pulls(transfer):  # an id given twice: that pull is another request's
+        link.cancel(transfer, reason)
+
+
+@contextmanager
+def keeping(links: Links, peer: Peer, transfer: bytes) -> Iterator[None]:
+    """Keep the lease of a transfer that was admitted elsewhere while its request waits for memory.
+
+    If that wait fails, the transfer is cancelled. What the link meets is met again by the pull, and reported then.
+    """
+    task: asyncio.Task[None] | None = None
+
+    async def keep() -> None:
+        with suppress(LynxError):
+            while True:
+                (await links.to(peer)).keep(transfer)
+                await asyncio.sleep(KEEP_S)
+
+    def start() -> None:
+        nonlocal task
+        task = asyncio.get_running_loop().create_task(keep())
+
+    def stop(given_up: str | None) -> None:
+        if task is not None:
+            task.cancel()
+        if given_up is not None:
+            _give_up(links, peer, transfer, given_up)
+
+    links.post(start)
+    try:
+        yield
+    except BaseException as error:
+        links.post(stop, str(error) or "the request is over")
+        raise
+    links.post(stop, None)

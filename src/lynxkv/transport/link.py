@@ -8,7 +8,7 @@ import msgspec
 from lynxkv.errors import DeadlineExceeded, HandshakeRefused, LynxError, PeerLost, ProtocolError, TransferRejected
 from lynxkv.transport.connection import SHUTDOWN_S, Connection
 from lynxkv.transport.incoming import Incoming, Sink
-from lynxkv.wire.events import Admit, Admitted, Cancel, Failed, Hello, Pull, error_of
+from lynxkv.wire.events import Admit, Admitted, Cancel, Failed, Hello, Keep, Pull, error_of
 from lynxkv.wire.frames import NO_TRANSFER, Header
 from lynxkv.wire.handshake import new_epoch
 from lynxkv.wire.landing import Landing
@@ -109,6 +109,11 @@ class Link:
             incoming.cancel(reason)
         elif self._connection is not None:
             self._connection.send(Cancel(reason[:4000]), transfer)
+
+    def keep(self, transfer: bytes) -> None:
+        """Tell the server that an admitted transfer will be pulled later; no effect on a dead link."""
+        if self._connection is not None:
+            self._connection.send(Keep(), transfer)
 
     async def close(self) -> None:
         """Cancel what is pulled and close; idempotent."""

@@ -34,6 +34,7 @@ from lynxkv.wire.events import (
     AnyEvent,
     Cancel,
     Hello,
+    Keep,
     Pull,
     Reject,
     Resend,
@@ -333,6 +334,8 @@ class Server:
                 self._leave(connection, transfer, Released.REJECTED, reason)
             case Cancel(reason):
                 self._leave(connection, transfer, Released.CANCELLED, reason)
+            case Keep():
+                self._keep(transfer)
             case Resend(segment):
                 self._resend(connection, transfer, segment)
             case _:
@@ -499,6 +502,11 @@ class Server:
             self._release(outgoing, reason, detail)
         else:
             self._history.end(transfer, f"{reason}: {detail}")
+
+    def _keep(self, transfer: bytes) -> None:
+        outgoing = self._transfers.get(transfer)
+        if outgoing is not None and transfer not in self._deliveries:  # a pull has to make progress of its own
+            self._touch(outgoing)
 
     def _resend(self, connection: Connection, transfer: bytes, segment: int) -> None:
         delivery = self._deliveries.get(transfer)

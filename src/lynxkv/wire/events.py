@@ -128,6 +128,10 @@ class Cancel(Event, frozen=True):
     reason: _Text
 
 
+class Keep(Event, frozen=True):
+    """The decode node will pull a transfer that is admitted, but has no memory for it yet: its lease starts anew."""
+
+
 class Resend(Event, frozen=True):
     """A segment arrived corrupt: send it again from its first byte."""
 
@@ -149,6 +153,7 @@ AnyEvent: TypeAlias = (
     | Acknowledge
     | Reject
     | Cancel
+    | Keep
     | Resend
 )
 
