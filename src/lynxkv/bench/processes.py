@@ -1,8 +1,8 @@
-"""A prefill node in a process of its own, which cannot outlive the one that started it."""
+"""Processes of their own for nodes, which cannot outlive the one that started them."""
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from lynxkv.errors import EngineError
@@ -11,7 +11,9 @@ READY = "listening on "
 
 
 @contextmanager
-def child(arguments: Sequence[str], *, grace_s: float = 20.0) -> Iterator[subprocess.Popen[str]]:
+def child(
+    arguments: Sequence[str], *, grace_s: float = 20.0, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """Run ``python ARGUMENTS`` with pipes; it is to end when its standard input closes, and is killed if not.
 
     A session of its own keeps the terminal's interrupt from it: whoever started it decides when it ends.
@@ -23,6 +25,7 @@ def child(arguments: Sequence[str], *, grace_s: float = 20.0) -> Iterator[subpro
         text=True,
         bufsize=1,
         start_new_session=True,
+        env=environment,
     )
     assert process.stdin is not None
     assert process.stdout is not None

@@ -1,16 +1,35 @@
 """The commands and their options."""
 
-import functools
 import logging
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import typer
 
 from lynxkv import __version__
-from lynxkv.errors import LynxError, RequestError
+from lynxkv.cli.options import (
+    DEFAULT_MODEL,
+    Chunk,
+    Document,
+    Dtype,
+    EntryMemory,
+    Json,
+    KvDtype,
+    Lease,
+    LinkRate,
+    MaxTokens,
+    Model,
+    OnLoss,
+    Seed,
+    Temperature,
+    Threads,
+    Ttl,
+    UntilStdinCloses,
+    Verify,
+    reported,
+)
+from lynxkv.cli.serve import serve_app
+from lynxkv.errors import RequestError
 
 app = typer.Typer(
     help="Progressive KV-cache transfer: decode on 4 bits, verify on 8.",
@@ -19,37 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Model = Annotated[str, typer.Option(help="Alias (smollm2-135m, qwen2.5-coder-0.5b), local folder or hub id.")]
-Dtype = Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float16.")]
-KvDtype = Annotated[str, typer.Option(help="Dtype of the KV handed over: that of compute, or narrower under float32.")]
-LinkRate = Annotated[str | None, typer.Option("--link", help="Rate of the link, e.g. 100mbit or 12.5MB.")]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens of the answer.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of the sampler; drawn and reported if not given.")]
-Document = Annotated[Path | None, typer.Option(help="Text file that the prompt is about.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-
-Verify = Literal["batched", "stepwise"]
-OnLoss = Literal["fail", "recompute"]
-
-DEFAULT_MODEL = "smollm2-135m"
-
-
-def _reported(command: Callable[..., None]) -> Callable[..., None]:
-    """One clear line and a non-zero exit for everything that can go wrong on purpose."""
-
-    @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except LynxError as error:
-            print(f"lynxkv: {error}", file=sys.stderr)
-            raise typer.Exit(1) from None
-        except KeyboardInterrupt:
-            print("lynxkv: interrupted", file=sys.stderr)
-            raise typer.Exit(130) from None
-
-    return run
+app.add_typer(serve_app, name="serve")
 
 
 def _version(wanted: bool) -> None:
@@ -74,7 +63,7 @@ def _common(
 
 
 @app.command()
-@_reported
+@reported
 def prefill(
     model: Model = DEFAULT_MODEL,
     host: Annotated[str, typer.Option(help="Address to listen on. There is no authentication yet.")] = "127.0.0.1",
@@ -82,13 +71,13 @@ def prefill(
     link: LinkRate = None,
     dtype: Dtype = "float32",
     kv_dtype: KvDtype = "bfloat16",
-    chunk: Annotated[int, typer.Option(help="Tokens of a prefill chunk and a segment, a multiple of 64.")] = 512,
-    memory: Annotated[str, typer.Option(help="Bound of all held entries together, e.g. 4GB.")] = "4GB",
-    ttl: Annotated[float, typer.Option(help="Seconds an entry lives after its last use.")] = 600,
-    lease: Annotated[float, typer.Option(help="Seconds after which a transfer without progress ends.")] = 30,
+    chunk: Chunk = 512,
+    memory: EntryMemory = "4GB",
+    ttl: Ttl = 600,
+    lease: Lease = 30,
     drain: Annotated[float, typer.Option(help="Seconds that SIGTERM gives running transfers.")] = 10,
-    threads: Annotated[int, typer.Option(help="Compute threads.", min=1)] = 1,
-    until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)] = False,
+    threads: Threads = 1,
+    until_stdin_closes: UntilStdinCloses = False,
 ) -> None:
     """Run a prefill node: it prefills prompts, holds their encoded KV and serves it."""
     from lynxkv.cli.prefill import serve
@@ -111,7 +100,7 @@ def prefill(
 
 
 @app.command()
-@_reported
+@reported
 def generate(
     prompt: Annotated[str, typer.Option(help="What is asked; with --document, about that text.")],
     peer: Annotated[str, typer.Option("--prefill", help="HOST:PORT of the prefill node.")] = "127.0.0.1:7600",
@@ -132,7 +121,7 @@ def generate(
     deadline: Annotated[float, typer.Option(help="Seconds by which the KV has to be here.")] = 300,
     dtype: Dtype = "float32",
     kv_dtype: KvDtype = "bfloat16",
-    threads: Annotated[int, typer.Option(help="Compute threads.", min=1)] = 1,
+    threads: Threads = 1,
     json: Json = False,
 ) -> None:
     """Decode one answer from a prefill node's KV, verified on its target."""
@@ -166,7 +155,7 @@ def generate(
 
 
 @app.command()
-@_reported
+@reported
 def demo(
     model: Model = DEFAULT_MODEL,
     link: Annotated[str, typer.Option(help="Rate of the link between the two processes.")] = "100mbit",

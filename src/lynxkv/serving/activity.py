@@ -85,6 +85,11 @@ class Tracked:
             if state is not None and self.ended_s is None:
                 self.state = state
 
+    def first(self, what: str) -> float | None:
+        """When ``what`` first happened, in seconds since the request came; None: it did not."""
+        with self._lock:
+            return next((moment.at for moment in self._moments if moment.what == what), None)
+
     def segment(self, tier: str, size: int, at: float) -> None:
         """Bytes of ``tier`` have landed; any thread."""
         with self._lock:
@@ -161,6 +166,7 @@ class Activity:
         """A request came in; its ``state`` is ``queued``."""
         request = Tracked(request_id, kind, self.role, headers)
         request.onward["x-request-id"] = request_id
+        request.happened("queued")
         self._running[request] = None
         for observer in self.observers:
             observer.began(request)

@@ -47,6 +47,10 @@ class DecodeService(Service):
         self.slots = Slots(max_running, max_queue)
         self._threads = ThreadPoolExecutor(max_running, thread_name_prefix="decode")
 
+    async def start(self) -> None:
+        """Compile the codec's kernels, so that no request waits for it."""
+        await asyncio.to_thread(self.node.warm, [spec_of("residual")])
+
     async def close(self) -> None:
         """End what still runs, and every link."""
         self._tokens.close()

@@ -4,28 +4,39 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from lynxkv.errors import LynxError
 from lynxkv.serving.activity import Activity, Tracked
 from lynxkv.serving.errors import Draining, HttpError, Told, tell
+from lynxkv.serving.logs import about
 from lynxkv.serving.schema import Kind
 
 log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 
+BODY_S = 60.0
+"""How long a client may take to send its request."""
+
 _ID = 128
 """Longest ``x-request-id`` that is taken over."""
 
 
 class Reply:
-    """Writes the one response of an exchange: a JSON body, or server-sent events."""
+    """Writes the one response of an exchange: a JSON body, or server-sent events.
+
+    A client that takes no byte for ``patience_s`` holds a worker's slot for nothing: the write fails with an
+    :class:`HttpError` then, and nothing more is written.
+    """
+
+    patience_s = 60.0
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
@@ -73,11 +84,19 @@ class Reply:
         if length is not None:
             lines.append(("content-length", str(length)))
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in lines]
-        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+        await self._put({"type": "http.response.start", "status": status, "headers": encoded})
 
     async def _body(self, data: bytes, last: bool = False) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+        await self._put({"type": "http.response.body", "body": data, "more_body": not last})
         self.complete = self.complete or last
+
+    async def _put(self, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self.patience_s):
+                await self._send(message)
+        except TimeoutError as error:
+            self.complete = True
+            raise HttpError(499, "client_stalled", f"the client took no byte for {self.patience_s:g} s") from error
 
 
 Work = Callable[[Reply, Tracked], Awaitable[None]]
@@ -100,12 +119,17 @@ class Exchange(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
-        reply = Reply(send, self._tracked.id)
+        with about(request=self._tracked.id):
+            await self._run(Reply(send, self._tracked.id), receive)
+
+    async def _run(self, reply: Reply, receive: Receive) -> None:
         work = asyncio.ensure_future(self._work(reply, self._tracked))
         gone = asyncio.ensure_future(_disconnect(receive))
         stop = asyncio.ensure_future(self._stopping.wait())
         try:
             await asyncio.wait((work, gone, stop), return_when=asyncio.FIRST_COMPLETED)
+            if reply.complete:  # then the client is expected to go, and what is left to do is to put things away
+                await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 work.cancel()
             await self._finish(reply, work, stopped=not gone.done())
@@ -138,19 +162,25 @@ class Exchange(Response):
         told = tell(error)
         self._tracked.error, self._tracked.message = told.code, told.message
         self._tracked.status = told.status
+        if self._stopping.is_set():
+            reply.patience_s = 1.0
         if not reply.complete:
-            await reply.told(told)
+            with suppress(HttpError):  # the client takes nothing any more: the failure above is what counts
+                await reply.told(told)
         self._activity.end(self._tracked, "failed")
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The request's body; 413 when it is larger than ``most`` bytes."""
+    """The request's body; 413 when it is larger than ``most`` bytes, 408 when it does not come."""
     body = bytearray()
     try:
-        async for part in request.stream():
-            body += part
-            if len(body) > most:
-                raise HttpError(413, "body_too_large", f"a body of at most {most} bytes expected")
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    raise HttpError(413, "body_too_large", f"a body of at most {most} bytes expected")
+    except TimeoutError as late:
+        raise HttpError(408, "body_late", f"the whole request was not here within {BODY_S:g} s") from late
     except ClientDisconnect as gone:
         raise HttpError(499, "client_gone", "the client went away while it sent its request") from gone
     return bytes(body)

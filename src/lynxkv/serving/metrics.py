@@ -57,6 +57,8 @@ class Reading:
         Segments sent again so far.
     workers : tuple of Worker
         Of a router.
+    tasks, threads : int
+        Of the process: they return to what an idle one has.
     """
 
     running: int = 0
@@ -70,6 +72,8 @@ class Reading:
     leases_ended: Mapping[str, int] = field(default_factory=dict)
     resends: int | None = None
     workers: tuple[Worker, ...] = ()
+    tasks: int = 0
+    threads: int = 0
 
 
 class Metrics:
@@ -176,6 +180,8 @@ class _Readings(Collector):
         yield GaugeMetricFamily("lynxkv_running_requests", "Requests in work.", value=now.running)
         yield _gauges("lynxkv_queue_depth", "Requests that wait, by what for.", "queue", now.queues)
         yield _gauges("lynxkv_memory_bytes", "Bytes held, by kind; limit is their bound.", "kind", now.memory)
+        yield GaugeMetricFamily("lynxkv_tasks", "Tasks on the event loop.", value=now.tasks)
+        yield GaugeMetricFamily("lynxkv_threads", "Python threads.", value=now.threads)
         if now.leases is not None:
             yield GaugeMetricFamily("lynxkv_leases", "Transfers under a lease.", value=now.leases)
             yield _counts("lynxkv_leases_ended", "Leases ended, by why.", "reason", now.leases_ended)

@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -94,19 +94,24 @@ class Service(ABC):
             await self._idle.wait()
 
     async def exchange(self, kind: Kind, request: Request) -> Response:
-        """Track, read and answer one request."""
-        tracked = begin(self.activity, request, kind)
-        work: Callable[[Reply, Tracked], Awaitable[None]]
+        """Read, track and answer one request."""
+        body: bytes | LynxError
         try:
+            body = await read_body(request, self.max_body)
+        except LynxError as error:
+            body = error
+        tracked = begin(self.activity, request, kind)  # nothing is awaited from here to the exchange, which ends it
+
+        async def work(reply: Reply, tracked: Tracked) -> None:
+            if isinstance(body, LynxError):
+                raise body
             if self.draining:
                 raise Draining
-            ask = read(kind, await read_body(request, self.max_body))
+            ask = read(kind, body)
             self.check_model(ask.model)
             tracked.choices = ask.n
-        except LynxError as error:
-            work = _failing(error)
-        else:
-            work = _answering(self, ask)
+            await self.answer(ask, reply, tracked)
+
         return _Counted(self, Exchange(work, self.activity, tracked, self._stopping))
 
     def check_model(self, wanted: str | None) -> None:
@@ -186,20 +191,6 @@ class _Counted(Response):
             await self._exchange(scope, receive, send)
         finally:
             self._service.ended()
-
-
-def _answering(service: Service, ask: Ask) -> Callable[[Reply, Tracked], Awaitable[None]]:
-    async def work(reply: Reply, tracked: Tracked) -> None:
-        await service.answer(ask, reply, tracked)
-
-    return work
-
-
-def _failing(error: LynxError) -> Callable[[Reply, Tracked], Awaitable[None]]:
-    async def work(_: Reply, __: Tracked) -> None:
-        raise error
-
-    return work
 
 
 def _json(body: Any, status: int = 200) -> Response:

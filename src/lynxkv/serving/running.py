@@ -1,0 +1,172 @@
+"""Runs one service as a process: listen, serve, drain when told to, and leave nothing behind."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import ssl
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from lynxkv.serving.access import bind
+from lynxkv.serving.service import Service
+
+READY = "listening on "
+"""Comes before the URL in the one line a process prints when it serves."""
+
+KEEP_ALIVE_S = 75
+"""Longer than a router keeps an idle connection, so that it never sends a request into one that is being closed."""
+
+FLUSH_S = 3
+"""How long clients have to take the last bytes of their answers when the process ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """How a process is reached and how it ends.
+
+    Parameters
+    ----------
+    host, port : str, int
+        Port 0: any free one.
+    tls : ssl.SSLContext or None
+        None: plain HTTP.
+    drain_s : float
+        What SIGTERM gives requests in flight. SIGINT ends them at once.
+    until_stdin_closes : bool
+        Also end at once when standard input closes: whoever holds its other end is gone.
+    """
+
+    host: str
+    port: int
+    tls: ssl.SSLContext | None = None
+    drain_s: float = 30.0
+    until_stdin_closes: bool = False
+
+
+def run(service: Service, app: FastAPI, listening: Listening, ready: Callable[[str], str]) -> None:
+    """Serve until told to end.
+
+    ``ready`` makes the line that is printed once requests are taken of the URL.
+
+    Raises
+    ------
+    RequestError, LynxError
+        The address cannot be had, or the service cannot start.
+    KeyboardInterrupt
+        It was interrupted.
+    """
+    if uvloop.run(serve(service, app, listening, ready)):
+        raise KeyboardInterrupt
+
+
+async def serve(service: Service, app: FastAPI, listening: Listening, ready: Callable[[str], str]) -> bool:
+    """As :func:`run`, on the running loop; whether it was interrupted."""
+    drain, end, interrupted = asyncio.Event(), asyncio.Event(), False
+
+    def interrupt() -> None:
+        nonlocal interrupted
+        interrupted = True
+        end.set()
+
+    with _told(drain.set, interrupt, end.set if listening.until_stdin_closes else None):
+        await service.start()
+        try:
+            server = _Server(app, listening)
+            serving = asyncio.create_task(server.serve(sockets=[server.listener]))
+            try:
+                await _first(server.up.wait(), _of(serving))
+                if not serving.done():
+                    print(ready(server.url), flush=True)
+                await _first(drain.wait(), end.wait(), _of(serving))
+                if drain.is_set() and not end.is_set():
+                    await _first(service.drain(listening.drain_s), end.wait())
+                await service.stop()
+            finally:
+                server.should_exit = True
+                await serving
+        finally:
+            await service.close()
+    return interrupted
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own, on a socket that is bound already."""
+
+    def __init__(self, app: FastAPI, listening: Listening) -> None:
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=FLUSH_S,
+        )
+        config.load()
+        config.ssl = listening.tls
+        super().__init__(config)
+        self.listener = bind(listening.host, listening.port)
+        host, port = self.listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"{'http' if listening.tls is None else 'https'}://{shown}:{port}"
+        self.up = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        """Runs while requests are taken."""
+        self.up.set()
+        await super().main_loop()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the caller's."""
+        yield
+
+
+@contextlib.contextmanager
+def _told(
+    drain: Callable[[], None], interrupt: Callable[[], None], orphaned: Callable[[], None] | None
+) -> Iterator[None]:
+    """Call one of these when a signal says so, or when standard input closes."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, drain)
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+
+    def read() -> None:
+        if not os.read(0, 65536):
+            loop.remove_reader(0)
+            if orphaned is not None:
+                orphaned()
+
+    if orphaned is not None:
+        loop.add_reader(0, read)
+    try:
+        yield
+    finally:
+        loop.remove_reader(0)
+        loop.remove_signal_handler(signal.SIGINT)
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+async def _of(task: "asyncio.Task[None]") -> None:
+    await asyncio.wait((task,))
+
+
+async def _first(*waits: Coroutine[Any, Any, object]) -> None:
+    """Wait until one of these is done; its error is raised, the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
