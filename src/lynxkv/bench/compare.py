@@ -10,7 +10,7 @@ from lynxkv.bench.schemes import SCHEMES, Scheme
 from lynxkv.engine.transformers import TransformersEngine
 from lynxkv.node.arrivals import Moment
 from lynxkv.node.decode import DecodeNode, Outcome, Request
-from lynxkv.speculation import Drafted, Event, SamplingParams, Verified, Verify
+from lynxkv.speculation import Event, SamplingParams, Verified, Verify
 
 KTH = 32
 """The token whose time is reported, counting token 1."""
@@ -20,9 +20,8 @@ KTH = 32
 class Row:
     """One scheme's figures; times in seconds from the request of a KV that is ready.
 
-    ``ttft_prefill_s``: token 1, which the prefill node sampled. ``ttft_draft_s``: the decode node's own first
-    token, verified or not. ``ttft_verified_s``: that token on the scheme's own target. ``equal``: the output is
-    what plain decoding on that target gives (None: not checked).
+    The first three are those of :class:`lynxkv.node.times.Times`. ``equal``: the output is what plain decoding on the
+    scheme's target gives (None: not checked).
     """
 
     scheme: str
@@ -73,7 +72,7 @@ def run_scheme(
     watch: Watch = _unwatched,
 ) -> tuple[Row, Outcome]:
     """One timed request; the row's ``equal`` is not filled in."""
-    times: dict[str, float] = {}
+    kth: float | None = None
     request = Request(tuple(tokens), params, spec=scheme.spec, verify=verify, deadline_s=3600)
     begun = time.monotonic()
 
@@ -84,26 +83,18 @@ def run_scheme(
     for event in generation:
         at = time.monotonic() - begun
         watch(scheme.name, at, event)
-        if isinstance(event, Verified):
-            if event.position == 0:
-                times["prefill"] = at
-            elif event.position == 1:
-                times["verified"] = at
-                times.setdefault("draft", at)
-            if event.position == KTH - 1:
-                times["kth"] = at
-        elif isinstance(event, Drafted):
-            times.setdefault("draft", at)
+        if isinstance(event, Verified) and event.position == KTH - 1:
+            kth = at
     outcome = generation.outcome
     row = Row(
         scheme=scheme.name,
         bytes=outcome.wire_bytes,
         anchor_bytes=outcome.bytes["anchor"],
         residual_bytes=outcome.bytes["residual"],
-        ttft_prefill_s=times.get("prefill"),
-        ttft_draft_s=times.get("draft"),
-        ttft_verified_s=times.get("verified"),
-        ttkt32_s=times.get("kth"),
+        ttft_prefill_s=outcome.times.ttft_prefill_s,
+        ttft_draft_s=outcome.times.ttft_draft_s,
+        ttft_verified_s=outcome.times.ttft_verified_s,
+        ttkt32_s=kth,
         drafted=outcome.drafted,
         accepted=outcome.accepted,
         equal=None,
