@@ -147,6 +147,15 @@ class DecodeNode:
 
         self._links.call(run())
 
+    @contextmanager
+    def keeping(self, peer: Peer, transfer: bytes) -> Iterator[None]:
+        """Keep the lease of a transfer that was admitted elsewhere while its request waits for its turn.
+
+        Left with an error, the transfer is cancelled unless it is being pulled.
+        """
+        with keeping(self._links, peer, transfer):
+            yield
+
     def generate(self, peer: Peer, request: Request, observe: Observer = lambda _: None) -> Generation:
         """Decode one answer; nothing happens before the first event is asked for.
 

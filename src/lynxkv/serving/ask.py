@@ -86,9 +86,9 @@ def _prompt(fields: ChatFields | CompletionFields | Fields) -> str | tuple[int, 
         return tuple(message.plain() for message in fields.messages)
     assert isinstance(fields, CompletionFields)
     prompt: Any = fields.prompt
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+    if isinstance(prompt, list) and not all(isinstance(part, int) for part in prompt):
         if len(prompt) != 1:
-            raise Refusal(f"one prompt a request, got {len(prompt)}: send them one by one", "prompt")
+            raise Refusal(f"one prompt a request, a text or token ids, got {len(prompt)}: send one by one", "prompt")
         prompt = prompt[0]
     if not prompt:
         raise Refusal("a prompt of at least 1 token expected, got none", "prompt")

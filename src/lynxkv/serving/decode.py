@@ -14,6 +14,7 @@ from lynxkv.serving.ask import Ask
 from lynxkv.serving.choice_run import follow
 from lynxkv.serving.errors import Refusal
 from lynxkv.serving.exchange import Reply, encode
+from lynxkv.serving.logs import about
 from lynxkv.serving.rendering import Choice, Drafts, Rendering, usage
 from lynxkv.serving.service import Service
 from lynxkv.serving.slots import Slots
@@ -74,6 +75,10 @@ class DecodeService(Service):
     async def answer(self, ask: Ask, reply: Reply, tracked: Tracked) -> None:
         """Pull, decode and answer; a failure before token 1 has its own status."""
         where = read_to_decode(ask.transfer)
+        with about(transfer=where.transfer_id), self.node.keeping(where.peer, where.transfer):
+            await self._answer(ask, where, reply, tracked)
+
+    async def _answer(self, ask: Ask, where: ToDecode, reply: Reply, tracked: Tracked) -> None:
         if ask.params.seed not in (None, where.seed):
             raise Refusal("seed differs from kv_transfer_params.seed", "seed")
         self.slots.check(ask.n)

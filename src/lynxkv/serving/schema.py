@@ -12,7 +12,7 @@ from lynxkv.speculation import CAP
 T = TypeVar("T", bound=msgspec.Struct)
 
 Kind = Literal["chat", "completion"]
-TokenIds = list[Annotated[int, Meta(ge=0, lt=1 << 32)]]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 IGNORED = frozenset(
     {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user", "parallel_tool_calls"}
@@ -86,7 +86,7 @@ class Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class CompletionFields(Fields, kw_only=True):
     """Of ``/v1/completions``."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: str | list[str | TokenId | list[TokenId]]
     logprobs: int | None = None
 
 
