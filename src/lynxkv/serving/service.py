@@ -153,7 +153,8 @@ def application(service: Service, routers: Iterable[APIRouter] = ()) -> FastAPI:
     @app.get("/health")
     async def health() -> Response:
         state = {"status": "draining"} if service.draining else {}
-        told = {"role": service.role, "name": service.name, "version": __version__, **service.health(), **state}
+        about = {"role": service.role, "name": service.name, "version": __version__}
+        told = about | {"requests": service.activity.running} | service.health() | state
         return _json(told, 200 if told["status"] == "ok" else 503)
 
     @app.get("/lynx/requests")
