@@ -11,6 +11,7 @@ from lynxkv.errors import Overloaded
 from lynxkv.serving.activity import Tracked
 from lynxkv.serving.ask import Ask
 from lynxkv.serving.dispatch import Attempt, WorkerFailed
+from lynxkv.serving.errors import Refusal
 from lynxkv.serving.exchange import Reply
 from lynxkv.serving.service import Service
 from lynxkv.serving.upstream import Fleet, Worker
@@ -98,6 +99,8 @@ class RouterService(Service):
 
     async def answer(self, ask: Ask, reply: Reply, tracked: Tracked) -> None:
         """Answer from two workers, or tell which failure ended it."""
+        if ask.transfer is not None:
+            raise Refusal("kv_transfer_params are between routers and workers: leave them out", "kv_transfer_params")
         tokens = ask.estimated_tokens + ask.n * ask.params.max_tokens
         if self._outstanding and self._outstanding + tokens > self._max_outstanding:
             raise Overloaded(f"about {self._outstanding} of {self._max_outstanding} tokens are in flight: retry later")

@@ -13,6 +13,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 Kind = Literal["chat", "completion"]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+"""As JSON's readers elsewhere can hold it."""
 
 IGNORED = frozenset(
     {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user", "parallel_tool_calls"}
@@ -65,7 +67,7 @@ class Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | Annotated[list[str], Meta(max_length=16)] | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     min_tokens: int | None = None

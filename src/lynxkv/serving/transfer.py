@@ -7,12 +7,12 @@ import msgspec
 from msgspec import Meta
 
 from lynxkv.serving.errors import Refusal
+from lynxkv.serving.schema import Seed
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 _PARAM = "kv_transfer_params"
 _Id = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
-_Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class ToPrefill(msgspec.Struct, frozen=True):
@@ -20,7 +20,7 @@ class ToPrefill(msgspec.Struct, frozen=True):
 
     do_remote_decode: Literal[True]
     transfer_id: _Id | None = None
-    seed: _Seed | None = None
+    seed: Seed | None = None
 
 
 class ToDecode(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class ToDecode(msgspec.Struct, frozen=True, kw_only=True):
     remote_host: str
     remote_port: Annotated[int, Meta(ge=1, le=65535)]
     remote_epoch: Annotated[int, Meta(ge=0)] = 0
-    seed: _Seed
+    seed: Seed
 
     @property
     def transfer(self) -> bytes:
