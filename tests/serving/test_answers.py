@@ -145,7 +145,7 @@ def test_token_ids_are_a_prompt(run, eng):
 
 
 def test_drafts_are_apart_from_content_and_can_be_put_together(slow):
-    """What a client that shows drafts does: drafts are tentative text behind the verified one, until it replaces them."""
+    """As a client does that shows them: tentative text behind the verified one, until that takes its place."""
     body = slow.chat(TEXT * 2, max_tokens=40, temperature=1.0, seed=1, lynx={"emit": "draft", "cap": 12})
     stream = Stream(slow.url, CHAT, body)
     assert stream.begin() == 200

@@ -50,6 +50,8 @@ class Attempt:
         self._client, self._ask, self._path = client, ask, path
         self._headers = {**headers, "content-type": "application/json"}
         self._prefill, self._decode = prefill, decode
+        self._kv = prefill.about["kv"]
+        self.epoch: int = self._kv["epoch"]
         self.transfer = secrets.token_bytes(16).hex()
         self._seed = secrets.randbits(62) if ask.params.seed is None else ask.params.seed
 
@@ -68,10 +70,6 @@ class Attempt:
             if prefilling.done() and reply.status is None:
                 prefilling.result()
             return await decoding
-        except WorkerFailed as failure:
-            if failure.worker is self._decode and failure.error.status in _LOST and reply.status is None:
-                raise WorkerFailed(self._prefill, failure.error) from failure
-            raise
         finally:
             for task in (prefilling, decoding):
                 task.cancel()
@@ -114,7 +112,7 @@ class Attempt:
             async with self._post(self._decode, body) as response:
                 if response.status != 200:
                     error = told_by(response.status, await response.read(), _plain(response.headers))
-                    raise WorkerFailed(self._decode, error)
+                    raise WorkerFailed(self._prefill if response.status in _LOST else self._decode, error)
                 if self._ask.stream:
                     return await self._pass_on(response, reply)
                 content = await response.read()
@@ -146,7 +144,7 @@ class Attempt:
 
     def _whereabouts(self) -> dict[str, Any]:
         """Where the KV will be: what the prefill worker would answer in the end."""
-        kv = self._prefill.about["kv"]
+        kv = self._kv
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,

@@ -112,9 +112,9 @@ class RouterService(Service):
             self._outstanding -= tokens
 
     async def _answer(self, ask: Ask, reply: Reply, tracked: Tracked, tokens: int) -> None:
-        failed: dict[str, Worker] = {}
+        without: set[Worker] = set()
         while True:
-            prefill, decode = await self._pair(ask, failed)
+            prefill, decode = await self._pair(ask, without)
             tracked.workers = {"prefill": prefill.url, "decode": decode.url}
             attempt = Attempt(self.client, ask, _PATHS[ask.kind], tracked.onward, prefill, decode)
             tracked.transfer = attempt.transfer
@@ -127,9 +127,12 @@ class RouterService(Service):
             except WorkerFailed as failure:
                 worker = failure.worker
                 told = reply.status is not None
-                if told or failure.error.status not in _ELSEWHERE or worker.role in failed or not self._others(worker):
+                if told or failure.error.status not in _ELSEWHERE or worker.role in tracked.retried:
                     raise failure.error from failure
-                failed[worker.role] = worker
+                if self._others(worker):
+                    without.add(worker)
+                elif not await self._began_anew(worker, attempt):
+                    raise failure.error from failure
                 tracked.retried.append(worker.role)
                 tracked.happened("retried")
                 continue
@@ -140,12 +143,18 @@ class RouterService(Service):
                 self.activity.end(tracked, "failed")
             return
 
-    async def _pair(self, ask: Ask, failed: dict[str, Worker]) -> tuple[Worker, Worker]:
+    async def _pair(self, ask: Ask, without: set[Worker]) -> tuple[Worker, Worker]:
         """Workers for the request; those that seem down are asked again before it is refused."""
-        without = set(failed.values())
         if not all(set(self.fleet.of(role)) - without for role in ("prefill", "decode")):
             await self.fleet.check(self.client)
         return self.fleet.pair(ask.model, without)
+
+    async def _began_anew(self, worker: Worker, attempt: Attempt) -> bool:
+        """Whether the only prefill worker has restarted since it was chosen: only what it had is gone."""
+        if worker.role != "prefill":
+            return False
+        await worker.check(self.client)
+        return worker.up and worker.about["kv"]["epoch"] != attempt.epoch
 
     def _others(self, worker: Worker) -> bool:
         return any(other is not worker for other in self.fleet.of(worker.role))
