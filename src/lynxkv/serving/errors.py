@@ -23,6 +23,8 @@ _STATUS: tuple[tuple[type[LynxError], int, str], ...] = (  # the first that fits
     (errors.HandshakeRefused, 502, "handshake_refused"),
     (errors.CorruptData, 502, "corrupt_data"),
     (errors.ProtocolError, 502, "protocol_error"),
+    (errors.Cancelled, 502, "cancelled"),
+    (errors.TransferRejected, 502, "transfer_rejected"),
     (errors.TransferError, 502, "transfer_failed"),
     (LynxError, 500, "internal_error"),
 )

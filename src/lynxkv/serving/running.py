@@ -1,11 +1,11 @@
 """Runs one service as a process: listen, serve, drain when told to, and leave nothing behind."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import ssl
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,30 +75,54 @@ async def serve(service: Service, app: FastAPI, listening: Listening, ready: Cal
         end.set()
 
     with _told(drain.set, interrupt, end.set if listening.until_stdin_closes else None):
-        await service.start()
-        try:
-            server = _Server(app, listening)
-            serving = asyncio.create_task(server.serve(sockets=[server.listener]))
-            try:
-                await _first(server.up.wait(), _of(serving))
-                if not serving.done():
-                    print(ready(server.url), flush=True)
-                await _first(drain.wait(), end.wait(), _of(serving))
-                if drain.is_set() and not end.is_set():
-                    await _first(service.drain(listening.drain_s), end.wait())
-                await service.stop()
-            finally:
-                server.should_exit = True
-                await serving
-        finally:
-            await service.close()
+        async with serving(service, app, listening.host, listening.port, listening.tls) as server:
+            print(ready(server.url), flush=True)
+            await _first(drain.wait(), end.wait(), server.ended.wait())
+            if drain.is_set() and not end.is_set():
+                await _first(service.drain(listening.drain_s), end.wait())
     return interrupted
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without signal handlers of its own, on a socket that is bound already."""
+@asynccontextmanager
+async def serving(
+    service: Service, app: FastAPI, host: str, port: int, tls: ssl.SSLContext | None = None
+) -> AsyncIterator["Server"]:
+    """Serve while inside, from the moment requests are taken; afterwards every request is ended.
 
-    def __init__(self, app: FastAPI, listening: Listening) -> None:
+    Raises
+    ------
+    RequestError, LynxError
+        The address cannot be had, or the service cannot start.
+    """
+    await service.start()
+    try:
+        server = Server(app, host, port, tls)
+        task = asyncio.create_task(server.run())
+        try:
+            await _first(server.up.wait(), server.ended.wait())
+            if task.done():
+                task.result()
+            yield server
+        finally:
+            await service.stop()
+            server.should_exit = True
+            await task
+    finally:
+        await service.close()
+
+
+class Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own, on a socket that is bound when it is made.
+
+    Attributes
+    ----------
+    url : str
+        How it is reached.
+    up, ended : asyncio.Event
+        It takes requests; it does not any more.
+    """
+
+    def __init__(self, app: FastAPI, host: str, port: int, tls: ssl.SSLContext | None) -> None:
         config = uvicorn.Config(
             app,
             http="httptools",
@@ -111,26 +135,34 @@ class _Server(uvicorn.Server):
             timeout_graceful_shutdown=FLUSH_S,
         )
         config.load()
-        config.ssl = listening.tls
+        config.ssl = tls
         super().__init__(config)
-        self.listener = bind(listening.host, listening.port)
-        host, port = self.listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"{'http' if listening.tls is None else 'https'}://{shown}:{port}"
-        self.up = asyncio.Event()
+        self._listener = bind(host, port)
+        address, bound = self._listener.getsockname()[:2]
+        shown = f"[{address}]" if ":" in address else address
+        self.url = f"{'http' if tls is None else 'https'}://{shown}:{bound}"
+        self.up, self.ended = asyncio.Event(), asyncio.Event()
+
+    async def run(self) -> None:  # type: ignore[override]  # uvicorn's own begins a loop
+        """Take requests until ``should_exit`` is set."""
+        try:
+            await self.serve(sockets=[self._listener])
+        finally:
+            self._listener.close()
+            self.ended.set()
 
     async def main_loop(self) -> None:
         """Runs while requests are taken."""
         self.up.set()
         await super().main_loop()
 
-    @contextlib.contextmanager
+    @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are the caller's."""
         yield
 
 
-@contextlib.contextmanager
+@contextmanager
 def _told(
     drain: Callable[[], None], interrupt: Callable[[], None], orphaned: Callable[[], None] | None
 ) -> Iterator[None]:
@@ -153,10 +185,6 @@ def _told(
         loop.remove_reader(0)
         loop.remove_signal_handler(signal.SIGINT)
         loop.remove_signal_handler(signal.SIGTERM)
-
-
-async def _of(task: "asyncio.Task[None]") -> None:
-    await asyncio.wait((task,))
 
 
 async def _first(*waits: Coroutine[Any, Any, object]) -> None:
