@@ -130,6 +130,17 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
+def more_files(served: Served, before: dict[str, int], seconds: float) -> dict[str, int]:
+    """Files that processes have open beyond those of ``before``; connections that are kept alive end meanwhile."""
+    until = time.monotonic() + seconds
+    while True:
+        now = served.open_files()
+        more = {f"{role} files": now[role] - files for role, files in before.items() if now[role] > files}
+        if not more or time.monotonic() >= until:
+            return more
+        time.sleep(1)
+
+
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """All passes."""
     asks = workload(args.requests, args.longest, args.short, args.distinct, args.seed)
@@ -152,10 +163,8 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         mixed_s = time.perf_counter() - begun
         console.print("alone")
         alone = go(served, asks, 1)
-        left = served.left(seconds=90)
-        after = served.open_files()
+        left = served.left(seconds=90) | more_files(served, before, seconds=90)
     unequal = [n for n, answer in mixed.items() if (answer.text, answer.finish) != (alone[n].text, alone[n].finish)]
-    left |= {f"files of {name}": after[name] - files for name, files in before.items() if after[name] > files}
     numbers = [ask.number for ask in shorts]
     waits = [mixed[n].wait_s for n in numbers]
     base = [only[n].wait_s for n in numbers]

@@ -62,17 +62,21 @@ class RouterService(Service):
 
     async def start(self) -> None:
         """Look for the workers."""
+        self._client = self._session()
+        self.asking = self._session()
+        await self.fleet.start(self.asking)
+
+    def _session(self) -> aiohttp.ClientSession:
+        """Connections of their own: those of requests end when idle, which a steady poll in the same pool prevents."""
         connector = aiohttp.TCPConnector(limit=0, ssl=self._tls if self._tls is not None else True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-        self.client = aiohttp.ClientSession(
-            connector=connector, timeout=timeout, headers=self._headers, auto_decompress=False
-        )
-        await self.fleet.start(self.client)
+        return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers, auto_decompress=False)
 
     async def close(self) -> None:
         """Close every connection."""
         await self.fleet.close()
-        await self.client.close()
+        for session in (self._client, self.asking):
+            await session.close()
 
     def health(self) -> dict[str, Any]:
         """Ready when there is a worker of either kind."""
@@ -116,7 +120,7 @@ class RouterService(Service):
         while True:
             prefill, decode = await self._pair(ask, without)
             tracked.workers = {"prefill": prefill.url, "decode": decode.url}
-            attempt = Attempt(self.client, ask, _PATHS[ask.kind], tracked.onward, prefill, decode)
+            attempt = Attempt(self._client, ask, _PATHS[ask.kind], tracked.onward, prefill, decode)
             tracked.transfer = attempt.transfer
             tracked.happened("dispatched", state="prefill")
             try:
@@ -146,14 +150,14 @@ class RouterService(Service):
     async def _pair(self, ask: Ask, without: set[Worker]) -> tuple[Worker, Worker]:
         """Workers for the request; those that seem down are asked again before it is refused."""
         if not all(set(self.fleet.of(role)) - without for role in ("prefill", "decode")):
-            await self.fleet.check(self.client)
+            await self.fleet.check(self.asking)
         return self.fleet.pair(ask.model, without)
 
     async def _began_anew(self, worker: Worker, attempt: Attempt) -> bool:
         """Whether the only prefill worker has restarted since it was chosen: only what it had is gone."""
         if worker.role != "prefill":
             return False
-        await worker.check(self.client)
+        await worker.check(self.asking)
         return worker.up and worker.about["kv"]["epoch"] != attempt.epoch
 
     def _others(self, worker: Worker) -> bool:

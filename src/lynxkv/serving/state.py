@@ -26,7 +26,7 @@ def routes(service: RouterService) -> APIRouter:
 
     @router.get("/lynx/state")
     async def state() -> Response:
-        asked = [_requests(service.client, worker) for worker in service.fleet.workers if worker.up]
+        asked = [_requests(service.asking, worker) for worker in service.fleet.workers if worker.up]
         told = await asyncio.gather(*asked)
         return Response(encode(merged(service, told)), media_type="application/json")
 
