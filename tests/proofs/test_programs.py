@@ -43,3 +43,9 @@ def test_drafts_are_better_than_int4s_and_the_full_kv_is_as_good_as_bf16(model):
     assert figures["kl_ratio_to_int4"] <= 0.85
     assert figures["kl_anchor"] <= 0.02
     assert figures["kl_full"] <= 0.0002
+
+
+def test_requests_at_once_are_answered_as_they_are_alone_and_leave_nothing_behind():
+    sizes = ["--requests", "40", "--longest", "1024", "--short", "400", "--distinct", "10", "--max-tokens", "16"]
+    result = run("serve_load.py", *sizes)
+    assert (result["requests"], result["unequal"], result["what_is_left"]) == (40, 0, {})
