@@ -23,6 +23,8 @@ class Delivery:
         manifest = outgoing.manifest
         self.selected = frozenset(manifest.select(pull.start, pull.stop, self.tiers))
         self._left = {tier: {i for i in self.selected if manifest.segments[i].tier is tier} for tier in self.tiers}
+        self._sizes = {i: manifest.bounds(i)[0] for i in self.selected}
+        self._bytes_left = {tier: sum(self._sizes[i] for i in left) for tier, left in self._left.items()}
         self._ready: dict[Tier, list[int]] = {tier: [] for tier in self.tiers}
         self._writers: dict[Tier, SegmentWriter] = {}
         self._resent: set[int] = set()
@@ -42,6 +44,12 @@ class Delivery:
     def ended(self, tier: Tier) -> bool:
         """Whether every segment of ``tier`` has been sent."""
         return not self._left[tier]
+
+    def left(self, tier: Tier) -> int:
+        """About how many bytes of ``tier`` are still to be sent, those not encoded yet included."""
+        writer = self._writers.get(tier)
+        sent = 0 if writer is None else self._sizes[writer.segment] - writer.left
+        return self._bytes_left[tier] - sent
 
     @property
     def queued(self) -> int:
@@ -75,6 +83,7 @@ class Delivery:
         if not writer.left:
             del self._writers[tier]
             self._left[tier].discard(writer.segment)
+            self._bytes_left[tier] -= self._sizes[writer.segment]
             if not self._left[tier]:
                 sent += self.end(tier)
         return sent
@@ -92,7 +101,9 @@ class Delivery:
         writer = self._writers.get(tier)
         if writer is not None and writer.segment == segment:
             del self._writers[tier]
-        self._left[tier].add(segment)
+        if segment not in self._left[tier]:
+            self._left[tier].add(segment)
+            self._bytes_left[tier] += self._sizes[segment]
         if segment not in self._ready[tier]:
             heapq.heappush(self._ready[tier], segment)
         return True

@@ -112,7 +112,7 @@ class Pump:
         first = next((tier for tier in delivery.tiers if delivery.has(tier)), None)
         for tier in delivery.tiers:
             if tier is first:
-                self._scheduler.add((delivery, tier), tier, delivery.connection)
+                self._scheduler.add((delivery, tier), tier, delivery.connection, delivery.left(tier))
             else:
                 self._scheduler.remove((delivery, tier))
 
