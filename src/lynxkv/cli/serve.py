@@ -207,7 +207,17 @@ def everything(
 ) -> None:
     """Run a prefill worker, a decode worker and a router on this machine, until interrupted."""
     from lynxkv.cli.serve_all import Plan, serve_all
+    from lynxkv.cli.serving import Common, read_prefill, read_router
+    from lynxkv.engine.models import resolve
 
+    read_prefill(link, chunk, memory)  # what cannot be is told once, before anything is started
+    read_router(
+        Common(
+            host, port, max_body, api_key, None, tls_cert, tls_key, None, insecure, drain, log_format, log_level,
+            until_stdin_closes,
+        )
+    )  # fmt: skip
+    resolve(model)
     common = ["--max-body", max_body, "--drain", drain, "--log-format", log_format, "--log-level", log_level]
     compute = ["--model", model, "--dtype", dtype, "--kv-dtype", kv_dtype, "--threads", threads]
     tls = [part for name, path in (("--tls-cert", tls_cert), ("--tls-key", tls_key)) if path for part in (name, path)]

@@ -85,6 +85,35 @@ class Compute:
     threads: int
 
 
+def read_prefill(link: str | None, chunk: int, memory: str) -> tuple[float | None, int]:
+    """A prefill worker's rate and memory, in bytes; RequestError for options that cannot be."""
+    if chunk < 64 or chunk % 64:
+        raise RequestError(f"--chunk must be a multiple of 64, got {chunk}")
+    return None if link is None else parse_rate(link), parse_bytes(memory)
+
+
+def read_router(common: Common) -> tuple[ssl.SSLContext | None, int]:
+    """A router's TLS towards its clients, who have keys and no certificates, and its largest body.
+
+    RequestError for options that cannot be, or that leave it open to others.
+    """
+    refuse_open(common.host, guarded=bool(common.keys), insecure=common.insecure, what="--api-key")
+    max_body = parse_bytes(common.max_body)
+    if common.tls_cert is None and common.tls_key is None:
+        return None, max_body
+    if common.tls_cert is None or common.tls_key is None:
+        raise RequestError("--tls-cert and --tls-key go together")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(common.tls_cert, common.tls_key)
+    except OSError as error:
+        raise RequestError(
+            f"certificate {common.tls_cert} with key {common.tls_key} cannot be used: {error}"
+        ) from error
+    return context, max_body
+
+
 def serve_prefill(
     common: Common,
     compute: Compute,
@@ -100,10 +129,8 @@ def serve_prefill(
     max_queue: int,
 ) -> None:
     """Run a prefill worker."""
-    rate = None if link is None else parse_rate(link)
-    memory_bytes, max_body = parse_bytes(memory), parse_bytes(common.max_body)
-    if chunk < 64 or chunk % 64:
-        raise RequestError(f"--chunk must be a multiple of 64, got {chunk}")
+    rate, memory_bytes = read_prefill(link, chunk, memory)
+    max_body = parse_bytes(common.max_body)
     if advertise is None and common.host in ("0.0.0.0", "::"):
         raise RequestError(f"--host {common.host} is no address that others can reach: give --advertise as well")
     security, tls = _of_worker(common, kv=True)
@@ -171,7 +198,7 @@ def serve_router(
     """Run a router."""
     for url in (*prefill, *decode):
         _check_url(url)
-    refuse_open(common.host, guarded=bool(common.keys), insecure=common.insecure, what="--api-key")
+    tls, max_body = read_router(common)
     tokens = common.node_tokens
     service = RouterService(
         prefill,
@@ -181,14 +208,14 @@ def serve_router(
         upstream_token=tokens[0] if tokens else None,
         tls=None if common.tls_ca is None else common.security().client_context(),
         tokens=common.keys,
-        max_body=parse_bytes(common.max_body),
+        max_body=max_body,
     )
 
     def ready(url: str) -> str:
         return f"lynxkv router: {READY}{url}, its page on {url}/ui"
 
     routes = (page.routes(), state.routes(service))
-    _run(service, common, _of_clients(common), "", lambda: observing.of_router(service), ready, routes)
+    _run(service, common, tls, "", lambda: observing.of_router(service), ready, routes)
 
 
 def _run(
@@ -215,23 +242,6 @@ def _of_worker(common: Common, *, kv: bool) -> tuple[Security, ssl.SSLContext | 
     guarded = tls is not None or common.node_secret is not None or (bool(common.keys) and not kv)
     refuse_open(common.host, guarded=guarded, insecure=common.insecure, what="--node-secret, or --tls-cert with a CA")
     return security, tls
-
-
-def _of_clients(common: Common) -> ssl.SSLContext | None:
-    """A router's TLS towards its clients, who have keys and no certificates."""
-    if common.tls_cert is None and common.tls_key is None:
-        return None
-    if common.tls_cert is None or common.tls_key is None:
-        raise RequestError("--tls-cert and --tls-key go together")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(common.tls_cert, common.tls_key)
-    except OSError as error:
-        raise RequestError(
-            f"certificate {common.tls_cert} with key {common.tls_key} cannot be used: {error}"
-        ) from error
-    return context
 
 
 def _name(role: str) -> str:

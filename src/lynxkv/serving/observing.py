@@ -131,7 +131,7 @@ class Logged:
 
     def ended(self, request: Tracked) -> None:
         """Say what came of it; a refusal's message may quote the request, so only its code is told."""
-        ours = request.status is not None and request.status >= 500
+        ours = request.status is not None and request.status >= 500 and request.error != "draining"
         fields = {
             "request": request.id,
             "transfer": request.transfer,
