@@ -18,6 +18,12 @@ T = TypeVar("T")
 _LOST = frozenset({502, 504})
 """What a decode worker answers when the KV did not come: the prefill worker's failure."""
 
+_CONSEQUENCES = frozenset({"cancelled", "transfer_rejected"})
+"""What a prefill worker answers when the decode worker gave the transfer up: the decode worker's answer says why."""
+
+_REASON_S = 2.0
+"""How long that answer is waited for."""
+
 _ERROR_EVENT = b"event: error\n"
 
 
@@ -67,8 +73,13 @@ class Attempt:
         decoding = asyncio.create_task(_unless_dead(self._decode, self._ask_decode(self._whereabouts(), reply)))
         try:
             await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
-            if prefilling.done() and reply.status is None:
-                prefilling.result()
+            failure = prefilling.exception() if prefilling.done() else None
+            if failure is not None and reply.status is None:
+                if isinstance(failure, WorkerFailed) and failure.error.code in _CONSEQUENCES:
+                    await asyncio.wait((decoding,), timeout=_REASON_S)
+                    if decoding.done():
+                        return await decoding
+                raise failure
             return await decoding
         finally:
             for task in (prefilling, decoding):
