@@ -2,29 +2,44 @@
 
 import os
 import signal
-import subprocess
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 from cli.commands import all_end, children, start
 from lynxkv.bench.processes import READY
 from serving.apps import ask, until
 
 
-@dataclass
 class Process:
     """One that serves.
 
     Attributes
     ----------
     url : str
-    kv : tuple or None
+    kv : str or None
         Where a prefill worker serves KV.
     """
 
-    process: subprocess.Popen
-    url: str
-    kv: tuple[str, int] | None
+    def __init__(self, role, options, secrets, stdin):
+        self._role, self._options = role, list(options)
+        self._how = {"env": {**os.environ, **(secrets or {})}, "stdin": stdin}
+        for port in ("--port", "--kv-port") if role == "prefill" else ("--port",):
+            if port not in self._options:
+                self._options += [port, "0"]
+        self.start()
+
+    def start(self) -> None:
+        """Start it, again on the ports it had, and wait for its line."""
+        self.process = start("serve", self._role, *self._options, **self._how)
+        line = self.process.stdout.readline().strip()
+        assert READY in line, self.process.stderr.read()
+        self.url, _, rest = line.partition(READY)[2].partition(", ")
+        self.kv = rest.rpartition(" ")[2] if self._role == "prefill" else None
+        self._keep("--port", self.url)
+        if self.kv:
+            self._keep("--kv-port", self.kv)
+
+    def _keep(self, option: str, address: str) -> None:
+        self._options[self._options.index(option) + 1] = address.rpartition(":")[2]
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -57,20 +72,14 @@ class Process:
 
 @contextmanager
 def served(role, *options, secrets=None, stdin=None):
-    """``lynxkv serve ROLE OPTIONS`` from its line on; killed at the end, with its children, if it still runs."""
-    ports = () if "--port" in options else ("--port", "0")
-    ports += ("--kv-port", "0") if role == "prefill" and "--kv-port" not in options else ()
-    process = start("serve", role, *ports, *options, env={**os.environ, **(secrets or {})}, stdin=stdin)
+    """``lynxkv serve ROLE OPTIONS`` on free ports; killed at the end, with its children, if it still runs."""
+    it = Process(role, options, secrets, stdin)
     try:
-        line = process.stdout.readline().strip()
-        assert READY in line, process.stderr.read()
-        url, *more = line.partition(READY)[2].split(", ")
-        host, _, port = more[0].rpartition(" ")[2].rpartition(":") if role == "prefill" else ("", "", "")
-        yield Process(process, url, (host, int(port)) if role == "prefill" else None)
+        yield it
     finally:
-        left = [] if process.poll() is not None else children(process.pid)
-        process.kill()
-        process.communicate()
+        left = [] if it.process.poll() is not None else children(it.process.pid)
+        it.process.kill()
+        it.process.communicate()
         assert all_end(left)
 
 

@@ -47,15 +47,18 @@ class Attempt:
     headers : mapping
         What both requests carry.
     prefill, decode : Worker
+    deadline_s : float, optional
+        What is left of the request's own, where an attempt went before.
     """
 
     def __init__(
         self, client: aiohttp.ClientSession, ask: Ask, path: str, headers: Mapping[str, str],
-        prefill: Worker, decode: Worker,
+        prefill: Worker, decode: Worker, deadline_s: float | None = None,
     ) -> None:  # fmt: skip
         self._client, self._ask, self._path = client, ask, path
         self._headers = {**headers, "content-type": "application/json"}
         self._prefill, self._decode = prefill, decode
+        self._deadline_s = deadline_s
         self._kv = prefill.about["kv"]
         self.epoch: int = self._kv["epoch"]
         self.transfer = secrets.token_bytes(16).hex()
@@ -119,6 +122,8 @@ class Attempt:
 
     async def _ask_decode(self, where: Mapping[str, Any], reply: Reply) -> bool:
         body = {**self._ask.plain, "kv_transfer_params": where}
+        if self._deadline_s is not None:
+            body["lynx"] = {**(self._ask.plain.get("lynx") or {}), "deadline_s": max(0.001, self._deadline_s)}
         try:
             async with self._post(self._decode, body) as response:
                 if response.status != 200:

@@ -120,7 +120,8 @@ class RouterService(Service):
         while True:
             prefill, decode = await self._pair(ask, without)
             tracked.workers = {"prefill": prefill.url, "decode": decode.url}
-            attempt = Attempt(self._client, ask, _PATHS[ask.kind], tracked.onward, prefill, decode)
+            left_s = ask.lynx.deadline_s - tracked.elapsed() if tracked.retried else None
+            attempt = Attempt(self._client, ask, _PATHS[ask.kind], tracked.onward, prefill, decode, left_s)
             tracked.transfer = attempt.transfer
             tracked.happened("dispatched", state="prefill")
             try:
@@ -130,8 +131,8 @@ class RouterService(Service):
                     regular = await (attempt.in_turn(reply) if self._sequential else attempt.at_once(reply))
             except WorkerFailed as failure:
                 worker = failure.worker
-                told = reply.status is not None
-                if told or failure.error.status not in _ELSEWHERE or worker.role in tracked.retried:
+                over = reply.status is not None or tracked.elapsed() >= ask.lynx.deadline_s
+                if over or failure.error.status not in _ELSEWHERE or worker.role in tracked.retried:
                     raise failure.error from failure
                 if self._others(worker):
                     without.add(worker)
