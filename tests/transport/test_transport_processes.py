@@ -93,8 +93,9 @@ def test_a_decode_process_that_is_stopped_loses_its_lease():
         manifest = make_manifest(16384, 8)
         async with serving(lease_s=0.5) as (server, port):
             lease = Lease(manifest, make_data(manifest))
-            server.announce(lease.outgoing)
             async with process("pull", port, manifest.transfer.hex()) as child:
+                await until(lambda: server.counters().parked == 1)  # it has started, however long that took
+                server.announce(lease.outgoing)
                 await child.stdout.readline()
                 os.kill(child.pid, signal.SIGSTOP)
                 await lease.end.wait()

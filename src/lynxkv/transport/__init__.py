@@ -1,12 +1,13 @@
 """Moves segments between processes by priority, over TCP."""
 
 from lynxkv.transport.bucket import TokenBucket, parse_rate
+from lynxkv.transport.counters import Counters
 from lynxkv.transport.incoming import Incoming, Sink
 from lynxkv.transport.link import Link, connect
 from lynxkv.transport.outgoing import Outgoing, Released
 from lynxkv.transport.scheduling import Scheduler
 from lynxkv.transport.security import OPEN, Security
-from lynxkv.transport.server import Counters, Server
+from lynxkv.transport.server import Server
 
 __all__ = [
     "OPEN",

@@ -3,34 +3,32 @@
 import asyncio
 import logging
 import ssl
-from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
 from lynxkv.codec.spec import Tier
 from lynxkv.errors import (
-    Cancelled,
     DeadlineExceeded,
     LynxError,
-    Overloaded,
     ProtocolError,
     StaleGeneration,
     TransferError,
     TransferRejected,
 )
-from lynxkv.transport.admissions import Admissions
+from lynxkv.transport.admissions import Admissions, OnAdmit
 from lynxkv.transport.connection import SHUTDOWN_S, Connection
+from lynxkv.transport.counters import Counters, Totals
 from lynxkv.transport.delivery import Delivery
 from lynxkv.transport.history import History
+from lynxkv.transport.leases import Lease, Leases
 from lynxkv.transport.outgoing import Outgoing, Released
+from lynxkv.transport.parking import Parking
 from lynxkv.transport.pump import Pump
 from lynxkv.wire.events import (
     Acknowledge,
     Admit,
-    Admitted,
     AnyEvent,
     Cancel,
     Hello,
@@ -50,39 +48,6 @@ from lynxkv.wire.reader import Frame
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-OnAdmit = Callable[[Admit, Hello], Coroutine[Any, Any, None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """What a server holds right now; all zero when nothing is going on."""
-
-    leases: int
-    deliveries: int
-    parked: int
-    admitting: int
-    queued_bytes: int
-    flows: int
-    connections: int
-
-
-class Totals:
-    """What a server has done since it was made; numbers only grow.
-
-    Attributes
-    ----------
-    sent : Counter of Tier
-        Bytes of data frames, headers included.
-    released : Counter of Released
-        Leases that ended.
-    resends : int
-        Segments sent again.
-    """
-
-    def __init__(self) -> None:
-        self.sent: Counter[Tier] = Counter()
-        self.released: Counter[Released] = Counter()
-        self.resends = 0
 
 
 class Server:
@@ -101,7 +66,7 @@ class Server:
     handshake_s : float
         A new connection must greet within so long.
     max_connections, max_parked, max_admitting : int
-        Bounds on what peers can make the server hold; more is refused with :class:`TransferRejected`.
+        Bounds on what peers can make the server hold; more is refused.
 
     Attributes
     ----------
@@ -124,18 +89,16 @@ class Server:
     ) -> None:
         self.hello = hello if hello.epoch else msgspec.structs.replace(hello, epoch=new_epoch())
         self.on_admit: OnAdmit | None = None
-        self._tls = tls
-        self._lease_s, self._handshake_s = lease_s, handshake_s
-        self._max_connections, self._max_parked, self._max_admitting = max_connections, max_parked, max_admitting
         self.totals = Totals()
+        self._tls = tls
+        self._handshake_s = handshake_s
+        self._max_connections = max_connections
         self._pump = Pump(rate, self._sent, self._broke)
         self._connections: set[Connection] = set()
-        self._transfers: dict[bytes, Outgoing] = {}
-        self._progress: dict[bytes, float] = {}
-        self._deliveries: dict[bytes, Delivery] = {}
+        self._leases = Leases(lease_s)
+        self._parking = Parking(max_parked)
+        self._admissions = Admissions(max_admitting, self._refuse_new, self._not_admitted)
         self._history = History()
-        self._admissions = Admissions(self._history)
-        self._asking: set[asyncio.Task[None]] = set()
         self._listener: asyncio.Server | None = None
         self._sweep_handle: asyncio.TimerHandle | None = None
         self._draining = self._closed = False
@@ -148,26 +111,26 @@ class Server:
 
     def counters(self) -> Counters:
         """What is held right now."""
+        deliveries = self._leases.deliveries
         return Counters(
-            len(self._transfers),
-            len(self._deliveries),
-            len(self._admissions.parked),
-            len(self._admissions),
-            sum(d.queued for d in self._deliveries.values()),
-            len(self._pump),
-            len(self._connections),
+            leases=len(self._leases),
+            deliveries=len(deliveries),
+            parked=len(self._parking),
+            admitting=len(self._admissions),
+            queued_bytes=sum(d.queued for d in deliveries),
+            flows=len(self._pump),
+            connections=len(self._connections),
         )
 
     def check_integrity(self) -> None:
         """Raise :class:`TransferError` if what is held contradicts itself (a leak)."""
+        deliveries, parked = self._leases.deliveries, self._parking.parked
         if (
-            len(self._pump) != sum(self._pump.flows(d) for d in self._deliveries.values())
-            or set(self._progress) != set(self._transfers)
-            or not set(self._deliveries) <= set(self._transfers)
-            or set(self._admissions.parked) & set(self._transfers)
-            or any(d.connection not in self._connections for d in self._deliveries.values())
-            or any(p.connection not in self._connections for p in self._admissions.parked.values())
-            or any(o.released is not None for o in self._transfers.values())
+            len(self._pump) != sum(self._pump.flows(d) for d in deliveries)
+            or any(transfer in self._leases for transfer in parked)
+            or any(d.connection not in self._connections for d in deliveries)
+            or any(p.connection not in self._connections for p in parked.values())
+            or any(lease.outgoing.released is not None for lease in self._leases)
         ):
             raise TransferError(f"the server's books do not agree: {self.counters()}")
 
@@ -192,7 +155,7 @@ class Server:
 
     def is_pulled(self, transfer: bytes) -> bool:
         """Whether somebody receives ``transfer`` now."""
-        return transfer in self._deliveries
+        return self._leases.delivery(transfer) is not None
 
     def announce(self, outgoing: Outgoing) -> None:
         """Take a transfer under lease; a pull that waits for it starts at once.
@@ -206,16 +169,13 @@ class Server:
         """
         check_manifest(outgoing.manifest)
         transfer = outgoing.transfer
-        if self._draining:
-            raise TransferRejected(f"{outgoing!r}: this server is draining; ask another one")
-        self._refuse_known(transfer)
+        self._refuse_new(transfer)
         self._history.begin(transfer)
-        self._transfers[transfer] = outgoing
-        self._progress[transfer] = self._loop.time()
+        lease = self._leases.add(outgoing, self._loop.time())
         outgoing.bind(self._loop, self)
-        parked = self._admissions.take(transfer)
+        parked = self._parking.take(transfer)
         if parked is not None:
-            self._deliver(outgoing, parked.pull, parked.connection)
+            self._deliver(lease, parked.pull, parked.connection)
 
     async def admit(self, transfer: bytes, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run ``work``, which announces ``transfer``, as a peer's admit is run, for a caller in this process.
@@ -230,11 +190,11 @@ class Server:
         Cancelled
             :meth:`cancel` ended it.
         """
-        return await self._admission(transfer, work, None)
+        return await self._admissions.run(transfer, work)
 
     def withdraw(self, transfer: bytes, why: str) -> bool:
         """End a transfer that nobody pulls; whether it is over."""
-        if transfer in self._deliveries:
+        if self.is_pulled(transfer):
             return False
         self.cancel(transfer, why)
         return True
@@ -243,11 +203,11 @@ class Server:
         """End a transfer whatever its state: admitted, announced, pulled, or not known yet. Its peer is told."""
         error = TransferRejected(f"transfer {transfer.hex()[:12]} was cancelled by the prefill node: {why}")
         self._admissions.cancel(transfer, why)
-        outgoing = self._transfers.get(transfer)
-        if outgoing is not None:
-            self._fail(outgoing, Released.CANCELLED, error)
+        lease = self._leases.get(transfer)
+        if lease is not None:
+            self._fail(lease.outgoing, Released.CANCELLED, error)
         else:
-            self._admissions.unpark(transfer, error)
+            self._parking.refuse(transfer, error)
             self._history.end(transfer, f"{Released.CANCELLED}: {why}")
 
     async def drain(self, timeout_s: float) -> tuple[bytes, ...]:
@@ -255,29 +215,31 @@ class Server:
         self._draining = True
         if self._listener is not None:
             self._listener.close()
-        self._admissions.refuse_parked(TransferRejected("this server is draining; ask another one"))
-        for outgoing in [o for t, o in self._transfers.items() if t not in self._deliveries]:
-            self._release(outgoing, Released.DRAINED, "the server drains and nobody had pulled it")
+        self._parking.refuse_all("this server is draining; ask another one")
+        for lease in self._leases:
+            if lease.delivery is None:
+                self._release(lease.outgoing, Released.DRAINED, "the server drains and nobody had pulled it")
         self._note_empty()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
         except TimeoutError:
-            log.warning("draining: %d transfers did not finish within %g s", len(self._transfers), timeout_s)
-        left = tuple(self._transfers)
-        for outgoing in list(self._transfers.values()):
+            log.warning("draining: %d transfers did not finish within %g s", len(self._leases), timeout_s)
+        left = [lease.outgoing for lease in self._leases]
+        for outgoing in left:
             self._fail(outgoing, Released.DRAINED, TransferError(f"{outgoing!r}: the server stopped before its end"))
         self._admissions.end("the server stops")
-        return left
+        return tuple(outgoing.transfer for outgoing in left)
 
     def close(self) -> None:
         """Stop now: listener, connections, leases and parked pulls are gone when this returns."""
         self._draining = self._closed = True
         if self._listener is not None:
             self._listener.close()
-        for outgoing in list(self._transfers.values()):
-            self._fail(outgoing, Released.DRAINED, TransferError(f"{outgoing!r}: the server was closed"))
-        self._admissions.refuse_parked(TransferRejected("the server was closed"))
+        for lease in self._leases:
+            error = TransferError(f"{lease.outgoing!r}: the server was closed")
+            self._fail(lease.outgoing, Released.DRAINED, error)
+        self._parking.refuse_all("the server was closed")
         self._admissions.end("the server was closed")
         for connection in list(self._connections):
             connection.close(TransferError("the server was closed"))
@@ -312,9 +274,10 @@ class Server:
     def lost(self, connection: Connection, error: LynxError) -> None:
         """Everything of this peer ends."""
         self._connections.discard(connection)
+        self._parking.lost(connection)
         self._admissions.lost(connection)
-        for delivery in [d for d in self._deliveries.values() if d.connection is connection]:
-            self._release(delivery.outgoing, Released.PEER_LOST, str(error))
+        for lease in self._leases.of(connection):
+            self._release(lease.outgoing, Released.PEER_LOST, str(error))
 
     def received(self, connection: Connection, frame: Frame) -> None:
         """Do what a peer asks."""
@@ -325,7 +288,7 @@ class Server:
             raise ProtocolError(f"{connection!r} sent a {type(event).__name__} for no transfer")
         match event:
             case Admit():
-                self._admit(connection, event)
+                self._admissions.ask(self.on_admit, connection, event, self.epoch)
             case Pull():
                 self._pull(connection, event)
             case Acknowledge():
@@ -345,7 +308,7 @@ class Server:
 
     def put(self, outgoing: Outgoing, segment: int) -> None:
         """Send a segment if it is wanted."""
-        delivery = self._deliveries.get(outgoing.transfer)
+        delivery = self._leases.delivery(outgoing.transfer)
         if delivery is not None:
             self._touch(outgoing)
             if delivery.ready(segment):
@@ -353,7 +316,7 @@ class Server:
 
     def token(self, outgoing: Outgoing) -> None:
         """Send token 1 ahead of everything."""
-        delivery = self._deliveries.get(outgoing.transfer)
+        delivery = self._leases.delivery(outgoing.transfer)
         if delivery is not None and outgoing.first is not None:
             self._touch(outgoing)
             self._send(delivery, outgoing.first)
@@ -361,70 +324,31 @@ class Server:
     def renewed(self, outgoing: Outgoing) -> None:
         """The lease starts anew, and whoever pulls and has nothing to receive hears that work goes on."""
         self._touch(outgoing)
-        delivery = self._deliveries.get(outgoing.transfer)
+        delivery = self._leases.delivery(outgoing.transfer)
         if delivery is not None and not any(delivery.has(tier) for tier in delivery.tiers):
             self._send(delivery, Working())
 
     def _touch(self, outgoing: Outgoing) -> None:
-        if outgoing.transfer in self._progress:
-            self._progress[outgoing.transfer] = self._loop.time()
+        self._leases.touch(outgoing.transfer, self._loop.time())
 
     def broken(self, outgoing: Outgoing, error: LynxError) -> None:
         """Tell the peer that there will be no more."""
         self._fail(outgoing, Released.FAILED, error)
 
-    def _refuse_known(self, transfer: bytes) -> None:
-        if transfer in self._transfers:
+    def _refuse_new(self, transfer: bytes) -> None:
+        """Raise why ``transfer`` can be neither admitted nor announced."""
+        if self._draining:
+            raise TransferRejected("this server is draining; ask another one")
+        if transfer in self._leases:
             raise TransferRejected(f"transfer {transfer.hex()[:12]} exists already; draw a new id for every transfer")
         self._history.refuse(transfer)
 
-    def _refuse_admission(self, transfer: bytes) -> None:
-        if self._draining:
-            raise TransferRejected("this server is draining; ask another one")
-        self._admissions.refuse(transfer)
-        self._refuse_known(transfer)
-
-    async def _admission(
-        self, transfer: bytes, work: Callable[[], Coroutine[Any, Any, T]], connection: Connection | None
-    ) -> T:
-        self._refuse_admission(transfer)  # once more: a peer's cancel may have come since its admit
-        try:
-            return await self._admissions.run(transfer, work, connection)
-        except (asyncio.CancelledError, Cancelled):
-            self.withdraw(transfer, "its admission was cancelled")
-            raise
-
-    def _admit(self, connection: Connection, admit: Admit) -> None:
-        try:
-            if self.on_admit is None:
-                raise TransferRejected("this server admits no requests; it serves only what it announces")
-            self._refuse_admission(admit.transfer)
-            if len(self._asking) >= self._max_admitting:
-                raise Overloaded(f"no room: {self._max_admitting} admissions wait already; retry later")
-        except LynxError as e:
-            connection.send(failed(e), admit.transfer)
-            return
-        task = self._loop.create_task(self._ask(self.on_admit, connection, admit))
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
-
-    async def _ask(self, on_admit: OnAdmit, connection: Connection, admit: Admit) -> None:
-        peer, transfer = connection.peer or self.hello, admit.transfer
-        if connection.over:
-            return
-        try:
-            await self._admission(transfer, lambda: on_admit(admit, peer), connection)
-        except Cancelled as e:
-            connection.send(failed(TransferRejected(str(e))), transfer)
-        except LynxError as e:
-            connection.send(failed(e), transfer)
-        except Exception as e:
-            log.exception("admitting transfer %s failed", transfer.hex()[:12])
-            error = TransferError(f"the server could not admit it: {e!r}")
-            connection.send(failed(error), transfer)
-            self._admissions.unpark(transfer, error)
-        else:
-            connection.send(Admitted(transfer, self.epoch), transfer)
+    def _not_admitted(self, transfer: bytes, error: LynxError, cancelled: bool) -> None:
+        """Whoever pulls it now or later hears why; what was announced nevertheless and nobody pulls ends."""
+        if not self._parking.refuse(transfer, error):
+            self._history.fail(transfer, error)
+        if cancelled:
+            self.withdraw(transfer, str(error))
 
     def _pull(self, connection: Connection, pull: Pull) -> None:
         transfer = pull.transfer
@@ -436,21 +360,19 @@ class Server:
                 raise StaleGeneration(
                     f"{name} belongs to epoch {pull.epoch}; this server restarted as {self.epoch}: admit again"
                 )
-            if transfer in self._deliveries or transfer in self._admissions.parked:
+            if self.is_pulled(transfer) or transfer in self._parking:
                 raise TransferRejected(f"{name} is being pulled already; one pull a transfer")
             self._history.tell(transfer)
-            outgoing = self._transfers.get(transfer)
-            if outgoing is not None:
-                self._deliver(outgoing, pull, connection)
-                return
-            if len(self._admissions.parked) >= self._max_parked:
-                raise Overloaded(f"no room: {self._max_parked} pulls wait already; retry later")
+            lease = self._leases.get(transfer)
+            if lease is not None:
+                self._deliver(lease, pull, connection)
+            else:
+                self._parking.park(pull, connection)
         except LynxError as e:
             connection.send(failed(e), transfer)
-            return
-        self._admissions.park(pull, connection)
 
-    def _deliver(self, outgoing: Outgoing, pull: Pull, connection: Connection) -> None:
+    def _deliver(self, lease: Lease, pull: Pull, connection: Connection) -> None:
+        outgoing = lease.outgoing
         start, stop = outgoing.manifest.clip(pull.start, pull.stop)
         generation = make_generation(self.epoch, pull.attempt)
         manifest = msgspec.structs.replace(
@@ -460,8 +382,7 @@ class Server:
             stop=stop,
             ready=len(outgoing.segments) == len(outgoing.manifest.segments),
         )
-        delivery = Delivery(outgoing, pull, connection, generation)
-        self._deliveries[outgoing.transfer] = delivery
+        delivery = lease.delivery = Delivery(outgoing, pull, connection, generation)
         self._touch(outgoing)
         self._send(delivery, manifest)
         if outgoing.first is not None:
@@ -489,27 +410,29 @@ class Server:
         self._fail(delivery.outgoing, Released.FAILED, error)
 
     def _leave(self, connection: Connection, transfer: bytes, reason: Released, detail: str) -> None:
-        delivery = self._deliveries.get(transfer)
+        delivery = self._leases.delivery(transfer)
         if delivery is not None:
             if delivery.connection is connection:
                 self._release(delivery.outgoing, reason, detail)
             return
         if reason is Released.ACKNOWLEDGED:
             return
-        self._admissions.leave(connection, transfer)
-        outgoing = self._transfers.get(transfer)
-        if outgoing is not None:
-            self._release(outgoing, reason, detail)
+        if self._parking.is_others(transfer, connection):  # as with one that is pulled: only who pulls can end it
+            return
+        self._parking.take(transfer)
+        self._admissions.cancel(transfer, "its peer cancelled it", connection)
+        lease = self._leases.get(transfer)
+        if lease is not None:
+            self._release(lease.outgoing, reason, detail)
         else:
             self._history.end(transfer, f"{reason}: {detail}")
 
     def _keep(self, transfer: bytes) -> None:
-        outgoing = self._transfers.get(transfer)
-        if outgoing is not None and transfer not in self._deliveries:  # a pull has to make progress of its own
-            self._touch(outgoing)
+        if not self.is_pulled(transfer):  # a pull has to make progress of its own
+            self._leases.touch(transfer, self._loop.time())
 
     def _resend(self, connection: Connection, transfer: bytes, segment: int) -> None:
-        delivery = self._deliveries.get(transfer)
+        delivery = self._leases.delivery(transfer)
         if delivery is None or delivery.connection is not connection:
             return
         if not delivery.resend(segment):
@@ -519,42 +442,35 @@ class Server:
         self._pump.add(delivery)
 
     def _fail(self, outgoing: Outgoing, reason: Released, error: LynxError) -> None:
-        delivery = self._deliveries.get(outgoing.transfer)
+        delivery = self._leases.delivery(outgoing.transfer)
         if delivery is not None:
             delivery.connection.send(failed(error), outgoing.transfer, delivery.generation)
-        elif not self._admissions.unpark(outgoing.transfer, error) and reason in (Released.FAILED, Released.CANCELLED):
+        elif not self._parking.refuse(outgoing.transfer, error) and reason in (Released.FAILED, Released.CANCELLED):
             self._history.fail(outgoing.transfer, error)
         self._release(outgoing, reason, str(error))
 
     def _release(self, outgoing: Outgoing, reason: Released, detail: str) -> None:
-        transfer = outgoing.transfer
-        if self._transfers.pop(transfer, None) is None:
+        lease = self._leases.pop(outgoing.transfer)
+        if lease is None:
             return
-        del self._progress[transfer]
-        delivery = self._deliveries.pop(transfer, None)
-        if delivery is not None:
-            self._pump.drop(delivery)
-        self._history.end(transfer, reason.value)
+        if lease.delivery is not None:
+            self._pump.drop(lease.delivery)
+        self._history.end(outgoing.transfer, reason.value)
         self.totals.released[reason] += 1
         log.info("%r: lease ended, %s %s", outgoing, reason.value, detail)
         outgoing.release(reason, detail)
         self._note_empty()
 
     def _note_empty(self) -> None:
-        if self._draining and not self._transfers:
+        if self._draining and not self._leases:
             self._empty.set()
 
     def _sweep(self) -> None:
-        now = self._loop.time()
-        for outgoing in [o for t, o in self._transfers.items() if now - self._progress[t] > self._lease_s]:
-            delivery = self._deliveries.get(outgoing.transfer)
-            waited = "its producer" if delivery is None or not delivery.queued else "its receiver"
-            if delivery is not None and all(delivery.ended(t) for t in delivery.tiers):
-                waited = "an acknowledge"
-            elif delivery is None:
-                waited = "a pull"
-            error = DeadlineExceeded(f"{outgoing!r}: the lease of {self._lease_s:g} s ended waiting for {waited}")
-            self._fail(outgoing, Released.EXPIRED, error)
-            if delivery is not None and not delivery.connection.writable:
-                delivery.connection.end(error)
-        self._sweep_handle = self._loop.call_later(min(1.0, self._lease_s / 8), self._sweep)
+        for lease in self._leases.expired(self._loop.time()):
+            error = DeadlineExceeded(
+                f"{lease.outgoing!r}: the lease of {self._leases.lease_s:g} s ended waiting for {lease.waits_for}"
+            )
+            self._fail(lease.outgoing, Released.EXPIRED, error)
+            if lease.delivery is not None and not lease.delivery.connection.writable:
+                lease.delivery.connection.end(error)
+        self._sweep_handle = self._loop.call_later(min(1.0, self._leases.lease_s / 8), self._sweep)
