@@ -5,7 +5,8 @@ Method: a server and a decode side in two network namespaces joined by veth, wit
 and the report says so). First the time of a 32 MB anchor on the idle link (median of ``--rounds``). Then 1 GB of
 residual is pulled and, while it fills the link, ``--rounds`` anchors on the same connection, each asked for after at
 least 16 MB more of the residual have come. Bar: median time within 1.1 x the idle one. Then a stream of anchors, two
-of them always outstanding: the residual's share of the bytes. Bar: more than 1 %.
+of them always outstanding: the residual's share of the bytes. Bar: more than 1 %. With ``--cert``, ``--key`` and
+``--ca`` both sides speak TLS (the certificate has to name the server's address).
 """
 
 import argparse
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ from lynxkv.codec.plan import plan
 from lynxkv.codec.shape import CacheShape, LayerShape
 from lynxkv.codec.spec import CodecSpec, Tier
 from lynxkv.errors import LynxError
-from lynxkv.transport import Incoming, Link, Outgoing, Server, connect, parse_rate
+from lynxkv.transport import Incoming, Link, Outgoing, Security, Server, connect, parse_rate
 from lynxkv.wire import Admit, Fingerprint, Hello, Manifest, Pull, segment_digest, token_digest
 
 BAR_RATIO = 1.1
@@ -48,9 +50,13 @@ def manifest_of(transfer: bytes, tokens: int) -> Manifest:
     return Manifest(transfer, FINGERPRINT, tokens, token_digest(b""), shape, spec, plan(shape, spec))
 
 
-async def serve(host: str, rate: str | None) -> None:
+async def serve(host: str, rate: str | None, security: Security) -> None:
     """Announce whatever is admitted, all of it there at once; runs until stdin ends."""
-    server = Server(Hello(role="prefill", fingerprint=FINGERPRINT), rate=None if rate is None else parse_rate(rate))
+    server = Server(
+        Hello(role="prefill", fingerprint=FINGERPRINT),
+        rate=None if rate is None else parse_rate(rate),
+        tls=security.server_context(),
+    )
     block = memoryview(np.random.default_rng(0).bytes(8 << 20))
     digests: dict[int, int] = {}
 
@@ -122,9 +128,9 @@ async def more(incoming: Incoming, count: int) -> None:
         await asyncio.sleep(0.002)
 
 
-async def measure(host: str, port: int, rounds: int) -> dict[str, Any]:
+async def measure(host: str, port: int, rounds: int, security: Security) -> dict[str, Any]:
     """The three parts; seconds and bytes."""
-    link = await connect(host, port, Hello(role="decode", fingerprint=FINGERPRINT))
+    link = await connect(host, port, Hello(role="decode", fingerprint=FINGERPRINT), tls=security.client_context())
     await anchor(link, await admitted(link, "anchor"))
     idle = [await anchor(link, await admitted(link, "anchor")) for _ in range(rounds)]
     residual = await pull(link, await admitted(link, "residual"), Tier.RESIDUAL)
@@ -182,9 +188,14 @@ def namespaces() -> Iterator[tuple[list[str], list[str], str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def run_pair(enter_a: list[str], enter_b: list[str], host: str, rate: str | None, rounds: int) -> dict[str, Any]:
+def run_pair(
+    enter_a: list[str], enter_b: list[str], host: str, rate: str | None, rounds: int, security: Security
+) -> dict[str, Any]:
     """Start both sides and return what the decode side measured."""
     me = [sys.executable, os.path.abspath(__file__)]
+    for name in ("cert", "key", "ca"):
+        if getattr(security, name) is not None:
+            me += [f"--{name}", str(getattr(security, name))]
     limited = [] if rate is None else ["--rate", rate]
     server = subprocess.Popen(
         [*enter_a, *me, "--serve", host, *limited], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -205,7 +216,7 @@ def run_pair(enter_a: list[str], enter_b: list[str], host: str, rate: str | None
             server.wait()
 
 
-def measured(rounds: int) -> tuple[dict[str, Any], str]:
+def measured(rounds: int, security: Security) -> tuple[dict[str, Any], str]:
     """Run over namespaces where that can be, else under the rate limiter; figures and which link it was."""
     why = None
     if os.geteuid() != 0:
@@ -215,13 +226,13 @@ def measured(rounds: int) -> tuple[dict[str, Any], str]:
     else:
         try:
             with namespaces() as (enter_a, enter_b, host):
-                return run_pair(enter_a, enter_b, host, None, rounds), f"veth, tbf {RATE}, 5 ms queue"
+                return run_pair(enter_a, enter_b, host, None, rounds, security), f"veth, tbf {RATE}, 5 ms queue"
         except subprocess.CalledProcessError as e:
             if e.stderr is None:
                 raise
             why = f"{' '.join(e.cmd)}: {e.stderr.strip()}"
     link = f"loopback under the server's own rate limit of {RATE} (no namespaces: {why})"
-    return run_pair([], [], "127.0.0.1", RATE, rounds), link
+    return run_pair([], [], "127.0.0.1", RATE, rounds, security), link
 
 
 def main() -> int:
@@ -229,19 +240,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
+    for name in ("cert", "key", "ca"):
+        parser.add_argument(f"--{name}", type=Path, help="PEM file")
     parser.add_argument("--serve", metavar="HOST", help=argparse.SUPPRESS)
     parser.add_argument("--rate", help=argparse.SUPPRESS)
     parser.add_argument("--pull", metavar="HOST:PORT", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    security = Security(options.cert, options.key, options.ca)
     if options.serve:
-        uvloop.run(serve(options.serve, options.rate))
+        uvloop.run(serve(options.serve, options.rate, security))
         return 0
     if options.pull:
         host, port = options.pull.rsplit(":", 1)
-        print(json.dumps(uvloop.run(measure(host, int(port), options.rounds))))
+        print(json.dumps(uvloop.run(measure(host, int(port), options.rounds, security))))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    figures, link = measured(options.rounds)
+    figures, link = measured(options.rounds, security)
     idle, late = statistics.median(figures["idle_s"]), statistics.median(figures["late_s"])
     total = figures["stream_anchor_bytes"] + figures["stream_residual_bytes"]
     share = figures["stream_residual_bytes"] / total
