@@ -177,10 +177,11 @@ def _observer(tracked: Tracked) -> Callable[[Moment], None]:
         if moment.what == "segment":
             if moment.tier is not None:
                 tracked.segment(moment.tier.name.lower(), moment.size, moment.at)
-        elif moment.what == "target" and tracked.state == "draft":
+            return
+        drafted = moment.what == "target" and tracked.state == "draft"
+        tracked.happened(moment.what, at=moment.at, state=_STATES.get(moment.what))
+        if drafted:
             tracked.happened("verify", at=moment.at, state="verify")
-        else:
-            tracked.happened(moment.what, at=moment.at, state=_STATES.get(moment.what))
 
     return observe
 
