@@ -181,6 +181,31 @@ def test_a_server_without_the_secret_is_refused_before_it_hears_a_prompt():
     run(main())
 
 
+def test_connections_that_never_greet_are_bounded():
+    async def main():
+        async with serving(max_connections=2) as (server, port):
+            wires = [await raw_client(port, None) for _ in range(4)]
+            await until(lambda: server.counters().connections == 4)
+            over = await raw_client(port, None)
+            with pytest.raises((EOFError, ConnectionResetError)):
+                await over.frame()
+            assert server.counters().connections == 4
+            for wire in [*wires, over]:
+                wire.writer.close()
+            await until(lambda: server.counters().connections == 0)
+
+    run(main())
+
+
+@pytest.mark.parametrize("address", [("nowhere.invalid", 1), ("127.0.0.1", 70000), ("x" * 300, 1), ("a\0b", 1)])
+def test_an_address_that_cannot_be_is_a_lost_peer(address):
+    async def main():
+        with pytest.raises(PeerLost, match="cannot connect"):
+            await connect(*address, CLIENT)
+
+    run(main())
+
+
 def test_no_text_shows_a_secret(nodes):
     shown = [repr(nodes[0]), str(nodes[0]), repr(hello(SERVER, nodes[0])), str(hello(SERVER, nodes[0]))]
     assert not any(SECRET in text for text in shown)
@@ -194,6 +219,7 @@ def test_no_text_shows_a_secret(nodes):
         ({"cert": "node.pem", "key": "node.key"}, "a certificate, its key and the authority"),
         ({"secret": ""}, "1..1024 characters"),
         ({"secret": "x" * 1025}, "1..1024 characters"),
+        ({"secret": "x\udc80"}, "not valid UTF-8"),
     ],
 )
 def test_half_a_security_is_refused(given, message):

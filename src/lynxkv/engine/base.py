@@ -19,6 +19,10 @@ class KVSession(Session, Protocol):
         """Bytes of the KV buffers, all of them allocated when the session was opened."""
         ...
 
+    def close(self) -> None:
+        """Free the KV buffers, whatever still refers to this session, which cannot be used any more; idempotent."""
+        ...
+
     def place(self, shape: CacheShape) -> None:
         """Declare ``shape``'s rows present; their content is written afterwards."""
         ...

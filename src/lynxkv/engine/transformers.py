@@ -51,6 +51,10 @@ class TransformersSession:
         for layer in self._buffers.layers:
             layer.truncate(length)
 
+    def close(self) -> None:
+        """Free the KV buffers, whatever still refers to this session, which cannot be used any more; idempotent."""
+        self._buffers = Buffers([])
+
     def place(self, shape: CacheShape) -> None:
         """Declare ``shape``'s rows present; their content is written afterwards."""
         for layer, rows in zip(self._buffers.layers, shape.layers, strict=True):

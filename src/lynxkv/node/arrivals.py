@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lynxkv.codec import BLOCK, CacheShape, CodecSpec, Tier
-from lynxkv.errors import DeadlineExceeded, LynxError, ProtocolError
+from lynxkv.errors import DeadlineExceeded, LynxError, ProtocolError, TransferError
 from lynxkv.node.cancellation import Cancellation
 from lynxkv.node.spans import CHUNK, Buffer
 from lynxkv.wire import FirstToken, Manifest
@@ -77,6 +77,7 @@ class Arrivals:
         self._manifest: Manifest | None = None
         self._error: LynxError | None = None
         self._over = False
+        self._dropped = False
 
     # Called by the link, on its loop.
 
@@ -103,12 +104,16 @@ class Arrivals:
             self._room = 0
         buffer = np.empty(size, dtype=np.uint8)
         with self._changed:
+            if self._dropped:
+                raise TransferError("the request is over")
             self._buffers[segment] = buffer
         return buffer.data
 
     def landed(self, segment: int) -> None:
         """Every byte of ``segment`` is in and checked."""
         with self._changed:
+            if self._dropped:
+                return
             self._landed.append(segment)
             manifest, size = self._manifest, self._buffers[segment].nbytes
             self._changed.notify_all()
@@ -172,6 +177,13 @@ class Arrivals:
             self._wait(lambda: self._manifest is not None, until, "the manifest")
             assert self._manifest is not None
             return self._manifest
+
+    def drop(self) -> None:
+        """Free every buffer; what still comes is refused."""
+        with self._changed:
+            self._dropped = True
+            self._buffers.clear()
+            self._landed.clear()
 
     @property
     def chunk(self) -> int:

@@ -308,6 +308,11 @@ class DecodeNode:
         finally:
             with self._lock:
                 self._runs.discard(run)
+            # An error that somebody keeps refers to all this by its traceback: what is large is freed here.
+            if run.session is not None:
+                run.session.close()
+            if run.refinement is not None:
+                run.refinement.close()
             run.session = run.refinement = None
 
     def _count(self, counter: Counter[str], name: str, count: int = 1) -> None:

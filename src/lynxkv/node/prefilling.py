@@ -152,14 +152,17 @@ class Prefilling:
         )
 
     def _encode_held(self, job: _Job, raw: Entry) -> Logits:
-        session = self._engine.open(raw.shape.stop, self._chunk)
-        session.place(raw.shape)
-        for i, segment in enumerate(raw.segments):
-            job.cancellation.check()
-            decode_span(session, raw.shape, raw.spec, segment.span, raw.buffer(i), None)
         entry = job.entry
-        for index, data in encode_session(session, entry.shape, entry.spec, entry.segments):
-            self._put(job, index, data)
+        session = self._engine.open(raw.shape.stop, self._chunk)
+        try:
+            session.place(raw.shape)
+            for i, segment in enumerate(raw.segments):
+                job.cancellation.check()
+                decode_span(session, raw.shape, raw.spec, segment.span, raw.buffer(i), None)
+            for index, data in encode_session(session, entry.shape, entry.spec, entry.segments):
+                self._put(job, index, data)
+        finally:
+            session.close()
         if raw.logits is None:
             raise AssertionError("a raw entry is complete or not used")
         return raw.logits

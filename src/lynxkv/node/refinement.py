@@ -67,6 +67,11 @@ class SpanWriter:
         if span not in self._missing[Tier.RESIDUAL]:
             self.held_bytes -= sum(held.nbytes for held in self._waiting.pop(span).values())
 
+    def drop(self) -> None:
+        """Free what is kept."""
+        self._waiting.clear()
+        self.held_bytes = 0
+
 
 class PulledRefinement:
     """The speculator's refinement over a pulled transfer (see :class:`lynxkv.speculation.Refinement`).
@@ -107,7 +112,14 @@ class PulledRefinement:
     @property
     def held_bytes(self) -> int:
         """Compressed bytes held for this transfer."""
-        return self._arrivals.held_bytes + (self._writer.held_bytes if self._writer else 0)
+        writer = self._writer
+        return self._arrivals.held_bytes + (writer.held_bytes if writer is not None else 0)
+
+    def close(self) -> None:
+        """Free the compressed bytes; nothing is written any more."""
+        self._arrivals.drop()
+        if self._writer is not None:
+            self._writer.drop()
 
     def first(self) -> Draw:
         """Token 1 of the prefill node; meanwhile, segments are written as they land."""

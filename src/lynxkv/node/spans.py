@@ -63,20 +63,24 @@ def encode_prefill(
 ) -> Logits:
     """Prefill, and ``put`` every segment's number and bytes as soon as its rows are there; the logits of token 1.
 
-    ``paced`` gives back the engine's chunks, each when it may be computed.
+    ``paced`` gives back the engine's chunks, each when it may be computed. The session is closed in the end.
     """
     index = _numbers(segments)
     spans = _anchor_spans(segments)
-    last: Logits | None = None
-    for done, session, logits in paced(engine.prefill(tokens, chunk)):
-        last = logits
-        while spans and spans[0].stop <= done:
-            span = spans.pop(0)
-            for tier, data in encode_span(session, shape, spec, span).items():
-                put(index[(tier, span)], data)
+    last: tuple[KVSession, Logits] | None = None
+    try:
+        for done, session, logits in paced(engine.prefill(tokens, chunk)):
+            last = session, logits
+            while spans and spans[0].stop <= done:
+                span = spans.pop(0)
+                for tier, data in encode_span(session, shape, spec, span).items():
+                    put(index[(tier, span)], data)
+    finally:
+        if last is not None:
+            last[0].close()
     if last is None:
         raise AssertionError("a prompt has at least one token")
-    return last
+    return last[1]
 
 
 def warm(engine: Engine, spec: CodecSpec) -> None:

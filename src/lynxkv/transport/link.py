@@ -222,6 +222,8 @@ async def connect(
         raise HandshakeRefused(f"no TLS with {host}:{port}: {e}; do both have certificates of one authority?") from e
     except OSError as e:
         raise PeerLost(f"cannot connect to {host}:{port}: {e.strerror or e}; is the node running there?") from e
+    except (ValueError, OverflowError) as e:  # a host or a port that cannot be
+        raise PeerLost(f"cannot connect to {host}:{port}: {e}") from e
     if link.error is not None:
         raise link.error
     return link

@@ -40,6 +40,8 @@ class Security:
             raise RequestError(f"TLS between nodes needs a certificate, its key and the authority; got {given} only")
         if self.secret is not None and not 0 < len(self.secret) <= 1024:
             raise RequestError("the secret of the nodes must have 1..1024 characters")
+        if self.secret is not None and any("\ud800" <= c <= "\udfff" for c in self.secret):
+            raise RequestError("the secret of the nodes must be text, and is not valid UTF-8")
 
     def server_context(self) -> ssl.SSLContext | None:
         """For whoever listens; None: no TLS. RequestError names a file that cannot be used."""

@@ -253,10 +253,12 @@ class Server:
     # What connections tell (see connection.Owner).
 
     def connected(self, connection: Connection) -> None:
-        """Keep account of it; one whose TLS was set up too late is closed."""
+        """Keep account of it; one whose TLS was set up too late is closed, and one of too many that are silent."""
         self._connections.add(connection)
         if self._closed:
             connection.close(TransferError("the server was closed"))
+        elif len(self._connections) > 2 * self._max_connections:
+            connection.end(TransferRejected(f"at most {self._max_connections} connections; try later"))
 
     def greeted(self, connection: Connection) -> None:
         """Refuse a peer there is no room for."""

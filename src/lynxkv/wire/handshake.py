@@ -41,4 +41,4 @@ def negotiate(ours: Hello, theirs: Hello) -> int | Refused:
 
 
 def _same(ours: str, theirs: str | None) -> bool:
-    return theirs is not None and hmac.compare_digest(ours.encode(), theirs.encode("utf-8", "surrogatepass"))
+    return theirs is not None and hmac.compare_digest(ours.encode(), theirs.encode())
