@@ -66,7 +66,7 @@ def _common(
 @reported
 def prefill(
     model: Model = DEFAULT_MODEL,
-    host: Annotated[str, typer.Option(help="Address to listen on. There is no authentication yet.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; there is no authentication.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 7600,
     link: LinkRate = None,
     dtype: Dtype = "float32",
