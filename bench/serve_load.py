@@ -6,8 +6,8 @@ temperature 1. Three passes:
 
 1. *shorts*: only the short requests of the workload, on servers of their own.
 2. *mixed*: all requests, on fresh servers, so that prefill is under load too.
-3. *alone*: the same requests one after the other on the same servers. Each answer of pass 2 has to be the same text
-   with the same finish reason.
+3. *alone*: the same requests one after the other on the same servers, those of a prompt together so that its KV is
+   held. Each answer of pass 2 has to be the same text with the same finish reason.
 
 The wait of a request is its draft TTFT counted from its KV being ready: ``ttft_draft_s - ttft_prefill_s`` of its
 ``lynx`` object. Then every gauge of the workers has to return to zero, entries included (their time to live is
@@ -162,7 +162,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         mixed = go(served, asks, args.at_once)
         mixed_s = time.perf_counter() - begun
         console.print("alone")
-        alone = go(served, asks, 1)
+        alone = go(served, sorted(asks, key=lambda ask: ask.prompt), 1)
         left = served.left(seconds=90) | more_files(served, before, seconds=90)
     unequal = [n for n, answer in mixed.items() if (answer.text, answer.finish) != (alone[n].text, alone[n].finish)]
     numbers = [ask.number for ask in shorts]
@@ -192,8 +192,8 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--longest", type=int, default=4096)
     parser.add_argument("--short", type=int, default=600, help="most tokens of a short request")
-    parser.add_argument("--distinct", type=int, default=40, help="different prompts; others differ in their seed")
-    parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--distinct", type=int, default=20, help="different prompts; others differ in their seed")
+    parser.add_argument("--max-tokens", type=int, default=12)
     parser.add_argument("--link", default="200mbit")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
