@@ -2,6 +2,10 @@
 
 const KEY = "lynxkv-api-key";
 
+// A seed has up to 63 bits, more than a number here holds: it is kept as its digits.
+// Inside a JSON string the quotes would be escaped, so no text can look like this.
+const SEED = /"seed":\s*(\d+)/g;
+
 let asking = null;
 let ask = async () => null;
 
@@ -54,22 +58,25 @@ async function failure(response) {
   return new ApiError(response.status, message, response.headers.get("Retry-After"));
 }
 
-/** The objects of a stream until `[DONE]`; throws on an error event, and on a stream that ends without either. */
+/** The objects of a stream, read to its end; throws on an error event, and on a stream that ends without `[DONE]`. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
+  let whole = false;
   try {
     for (;;) {
       const { value, done } = await reached(reader.read(), "The connection to the server was lost.");
+      if (done && whole) return;
       if (done) throw new ApiError(502, "The answer was cut off: the stream ended early.");
       const lines = (rest + value).split(/\r?\n/);
       rest = lines.pop();
       for (const line of lines) {
         if (!line.startsWith("data:")) continue;
         const data = line.slice(5).trim();
-        if (data === "[DONE]") return;
-        const event = JSON.parse(data);
-        if (event.error) throw new ApiError(event.error.code ?? 500, event.error.message ?? "The server failed.");
+        whole = data === "[DONE]";
+        if (whole) continue;
+        const event = JSON.parse(data.replace(SEED, '"seed":"$1"'));
+        if (event.error) throw new ApiError(200, event.error.message ?? "The server failed.");
         yield event;
       }
     }

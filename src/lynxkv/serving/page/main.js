@@ -60,6 +60,7 @@ function workers() {
 async function poll() {
   clearTimeout(timer);
   try {
+    if (!$("model").textContent) await model();
     const asked = Date.now();
     const answer = await (await call("/lynx/state")).json();
     state = { ...answer, requests: answer.requests.sort((a, b) => b.started - a.started).slice(0, 100) };
@@ -68,8 +69,7 @@ async function poll() {
     workers();
     show();
   } catch (error) {
-    $("outage").textContent = `${error.message} Transfers are not shown.`;
-    $("outage").hidden = false;
+    outage(`${error.message} Transfers are not shown.`);
     if (error.status === 401) return; // the reader did not give a key: asking on would only nag
   }
   if (!document.hidden) timer = setTimeout(poll, state.requests.some(isRunning) ? BUSY_MS : IDLE_MS);
@@ -85,14 +85,21 @@ function frame(at) {
   requestAnimationFrame(frame);
 }
 
+/** There is none while no decode worker is up. */
 async function model() {
   const { data } = await (await call("/v1/models")).json();
-  const name = data[0]?.id ?? "";
+  const name = data[0]?.id ?? null;
   $("model").textContent = name;
   playground.useModel(name);
 }
 
+function outage(text) {
+  $("outage-text").textContent = text;
+  $("outage").hidden = false;
+}
+
 askForKeyWith(keyDialog);
+$("again").addEventListener("click", poll);
 playground.start({ sent: poll, over: poll });
 requests.start((id) => {
   pinned = pinned === id ? null : id;
@@ -100,9 +107,4 @@ requests.start((id) => {
 });
 document.addEventListener("visibilitychange", () => document.hidden || poll());
 requestAnimationFrame(frame);
-model()
-  .catch((error) => {
-    $("outage").textContent = error.message;
-    $("outage").hidden = false;
-  })
-  .finally(poll);
+poll();

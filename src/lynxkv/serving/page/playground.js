@@ -2,7 +2,7 @@
 
 import { Answer } from "./answer.js";
 import { ApiError, call, events } from "./api.js";
-import { bytes, element, seconds } from "./show.js";
+import { bytes, count, element, seconds } from "./show.js";
 
 const $ = (id) => document.getElementById(id);
 
@@ -30,6 +30,11 @@ export function start({ sent, over }) {
     }
   });
   $("stop").addEventListener("click", () => running?.abort());
+  $("figures").addEventListener("click", (event) => {
+    if (event.target.id !== "reuse") return;
+    $("seed").value = event.target.dataset.seed;
+    $("seed").focus();
+  });
   $("attach").addEventListener("click", () => $("file").click());
   $("file").addEventListener("change", async () => {
     const [file] = $("file").files;
@@ -48,7 +53,7 @@ export function start({ sent, over }) {
   });
 }
 
-/** The model that requests name. */
+/** The model that requests name; null: any. */
 export function useModel(name) {
   model = name;
 }
@@ -64,28 +69,31 @@ function question() {
   return attached === null ? prompt : `${attached}\n\n${prompt}`;
 }
 
+/** JSON; a seed goes out as the digits that were typed, see api.js. */
 function body() {
-  const seed = $("seed").value;
-  return {
-    model,
+  const seed = $("seed").value.trim();
+  const plain = JSON.stringify({
+    ...(model === null ? {} : { model }),
     messages: [{ role: "user", content: question() }],
     max_tokens: Number($("max-tokens").value),
     temperature: Number($("temperature").value),
-    ...(seed === "" ? {} : { seed: Number(seed) }),
     stream: true,
     stream_options: { include_usage: true },
     lynx: { emit: $("emit").checked ? "draft" : "verified", target: $("target").value },
-  };
+  });
+  return seed === "" ? plain : `${plain.slice(0, -1)},"seed":${seed}}`;
 }
 
+/** Buttons that have nothing to do keep the focus, so that a keyboard never loses its place. */
 function busy(yes) {
-  $("send").disabled = yes;
-  $("stop").disabled = !yes;
+  $("send").setAttribute("aria-disabled", String(yes));
+  $("stop").setAttribute("aria-disabled", String(!yes));
   $("answer").setAttribute("aria-busy", String(yes));
 }
 
+/** Once for each text: the status is read aloud. */
 function say(text) {
-  $("status").textContent = text;
+  if ($("status").textContent !== text) $("status").textContent = text;
 }
 
 async function send(sent) {
@@ -94,12 +102,12 @@ async function send(sent) {
   answer.clear();
   for (const id of ["answer-hint", "problem", "figures"]) $(id).hidden = true;
   say("Waiting for the first token …");
-  const seen = { began: performance.now(), drafted: false, chunks: 0, usage: null, lynx: null };
+  const seen = { began: performance.now(), chunks: 0, usage: null, lynx: null };
   try {
     const response = await call("/v1/chat/completions", {
       method: "POST",
       headers: { "Content-Type": "application/json" },
-      body: JSON.stringify(body()),
+      body: body(),
       signal: running.signal,
     });
     sent();
@@ -119,8 +127,8 @@ function take(chunk, seen) {
   const { lynx } = chunk;
   if (lynx?.event === "draft") {
     answer.drafted(lynx.index, lynx.text);
+    follow();
     say("Drafting on the anchor; the residual is still on its way …");
-    seen.drafted = true;
   } else if (lynx?.event === "retract") {
     answer.retracted(lynx.index);
     say("A draft was withdrawn.");
@@ -159,12 +167,12 @@ function figures({ lynx, usage }) {
     ["Own draft", seconds(lynx.ttft_draft_s)],
     ["Verified", seconds(lynx.ttft_verified_s)],
     ["Drafts kept", lynx.drafted ? `${lynx.accepted} of ${lynx.drafted}` : "none made"],
-    ["Anchor", bytes(moved.anchor)],
-    ["Residual", bytes(moved.residual)],
-    ...(moved.exact ? [["Exact", bytes(moved.exact)]] : []),
-    ["Prompt, answer", usage ? `${usage.prompt_tokens}, ${usage.completion_tokens} tokens` : null],
-    ["Seed", lynx.seed === undefined ? null : String(lynx.seed)],
-    ["Loss", lynx.on_loss ?? null],
+    [lynx.target === "exact" ? "KV, exact" : "Anchor", bytes(moved.anchor)],
+    ["Residual", moved.residual ? bytes(moved.residual) : null],
+    ["Exact", moved.exact ? bytes(moved.exact) : null],
+    ["Tokens", usage ? `${count(usage.prompt_tokens)} + ${count(usage.completion_tokens)}` : null],
+    ["KV lost", lynx.on_loss ?? null],
+    ["Seed", lynx.seed === undefined ? null : reusable(lynx.seed)],
   ];
   $("figures").replaceChildren(
     ...rows
@@ -172,6 +180,10 @@ function figures({ lynx, usage }) {
       .map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))),
   );
   $("figures").hidden = false;
+}
+
+function reusable(seed) {
+  return element("button", { type: "button", id: "reuse", "data-seed": seed, title: "Use this seed again" }, seed);
 }
 
 function failed(error) {
@@ -182,5 +194,6 @@ function failed(error) {
   const wait = error instanceof ApiError && error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
   $("problem").textContent = error.message + wait;
   $("problem").hidden = false;
+  $("problem").scrollIntoView({ block: "nearest" });
   say("Failed.");
 }

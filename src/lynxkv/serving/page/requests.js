@@ -1,10 +1,10 @@
 // The table of the last hundred requests; a row's button pins its timeline.
 
-import { endOf, first, isRunning } from "./phases.js";
+import { endOf, first, phaseOf, stateOf } from "./phases.js";
 import { bytes, clock, count, element, seconds } from "./show.js";
 
 const body = document.querySelector("#requests tbody");
-const table = document.getElementById("requests");
+const box = document.getElementById("requests-box");
 const empty = document.getElementById("requests-empty");
 const total = document.getElementById("requests-count");
 
@@ -25,7 +25,7 @@ export function fill(requests, now, pinned) {
     return row;
   });
   if (rows.some((row, i) => row !== body.rows[i]) || rows.length !== body.rows.length) rearrange(rows);
-  table.hidden = rows.length === 0;
+  box.hidden = rows.length === 0;
   empty.hidden = rows.length > 0;
   total.textContent = rows.length === 0 ? "" : rows.length === 1 ? "1 request" : `${rows.length} requests`;
 }
@@ -46,7 +46,7 @@ const COLUMNS = [
   ["number", "Verified", (r) => seconds(first(r, "verified"))],
   ["number", "Kept", (r) => (r.drafted ? `${r.accepted}/${r.drafted}` : "–")],
   ["number", "Moved", (r) => bytes(Object.values(r.bytes ?? {}).reduce((sum, size) => sum + size, 0))],
-  ["number", "Total", (r, now) => seconds(endOf(r, r.moments, now - r.started))],
+  ["number", "Total", (r, now) => seconds(endOf(r, now - r.started))],
 ];
 
 function make(request) {
@@ -65,9 +65,9 @@ function update(row, request, now, pinned) {
   row.classList.toggle("pinned", pinned);
   row.cells[1].firstChild.setAttribute("aria-pressed", String(pinned));
   const state = row.cells[2].firstChild;
-  const failed = Boolean(request.error);
-  state.dataset.phase = failed ? "failed" : isRunning(request) ? request.state : "done";
-  set(state, failed ? request.error : isRunning(request) ? request.state : request.finish);
+  state.dataset.phase = phaseOf(request);
+  state.title = request.message ?? request.finish ?? "";
+  set(state, stateOf(request));
 }
 
 function set(node, text) {
