@@ -10,7 +10,6 @@ _TYPES = {
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
-    "txt": "text/plain; charset=utf-8",
 }
 
 _HEADERS = {
