@@ -185,12 +185,12 @@ def connect(url, timeout=120):
     return http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout)
 
 
-def ask(url, path, body=None, headers=None):
+def ask(url, path, body=None, headers=None, *, method=None):
     """``(status, headers, body)``, the body read as JSON where it is JSON."""
     connection = connect(url)
     try:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request("GET" if body is None else "POST", path, data, headers or {})
+        connection.request(method or ("GET" if body is None else "POST"), path, data, headers or {})
         response = connection.getresponse()
         content = response.read()
         told = {name.lower(): value for name, value in response.getheaders()}

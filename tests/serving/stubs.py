@@ -19,6 +19,8 @@ class Stub:
         Bodies and headers of the requests that came.
     answer : callable
         ``await answer(request, body)`` gives the response.
+    given_up : list of str
+        Transfers that a router said are over.
     gone : int
         Requests whose caller went away before they were answered.
     status : int
@@ -27,6 +29,7 @@ class Stub:
 
     def __init__(self, role, answer=None, *, model="stub", fingerprint="f"):
         self.role, self.asked, self.headers, self.gone, self.status = role, [], [], 0, 200
+        self.given_up = []
         self.answer = answer or (prefilled if role == "prefill" else answered)
         self.about = {"role": role, "status": "ok", "model": model, "fingerprint": fingerprint, "context": 100}
         if role == "prefill":
@@ -45,6 +48,7 @@ class Stub:
             app = web.Application()
             app.router.add_get("/health", self._health)
             app.router.add_post("/v1/chat/completions", self._chat)
+            app.router.add_delete("/lynx/transfers/{id}", self._give_up)
             runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -58,6 +62,10 @@ class Stub:
 
     async def _health(self, _):
         return told(self.status, self.about)
+
+    async def _give_up(self, request):
+        self.given_up.append(request.match_info["id"])
+        return web.Response(status=204)
 
     async def _chat(self, request):
         self.asked.append(await request.json())

@@ -1,6 +1,7 @@
 """One attempt at a request: a prefill and a decode worker, both at once or one after the other."""
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
@@ -13,6 +14,8 @@ from lynxkv.serving.errors import HttpError, told_by
 from lynxkv.serving.exchange import DONE, Reply, encode
 from lynxkv.serving.upstream import DEAD_S, Worker
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 _LOST = frozenset({502, 504})
@@ -23,6 +26,9 @@ _CONSEQUENCES = frozenset({"cancelled", "transfer_rejected"})
 
 _REASON_S = 2.0
 """How long that answer is waited for."""
+
+_GIVE_UP_S = 5.0
+"""How long a prefill worker is told that a transfer is over; its lease ends it otherwise."""
 
 _ERROR_EVENT = b"event: error\n"
 
@@ -96,6 +102,15 @@ class Attempt:
         if not isinstance(where, dict):
             raise WorkerFailed(self._prefill, HttpError(502, "protocol_error", "no kv_transfer_params were answered"))
         return await _unless_dead(self._decode, self._ask_decode(where, reply))
+
+    async def give_up(self, client: aiohttp.ClientSession) -> None:
+        """Tell the prefill worker that nobody wants the transfer, whoever of the three knows what of it."""
+        try:
+            async with asyncio.timeout(_GIVE_UP_S):
+                async with client.delete(f"{self._prefill.url}/lynx/transfers/{self.transfer}", headers=self._headers):
+                    pass
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            log.debug("transfer %s ends with its lease: %s", self.transfer[:12], error)
 
     async def _ask_prefill(self) -> dict[str, Any]:
         """The prefill worker's answer: token 1, and where the KV is."""

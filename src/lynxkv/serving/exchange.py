@@ -25,6 +25,9 @@ DONE = b"data: [DONE]\n\n"
 BODY_S = 60.0
 """How long a client may take to send its request."""
 
+AWAY_S = 5.0
+"""How long work may go on after its last byte, whether the process stops or not."""
+
 _ID = 128
 """Longest ``x-request-id`` that is taken over."""
 
@@ -129,7 +132,7 @@ class Exchange(Response):
         try:
             await asyncio.wait((work, gone, stop), return_when=asyncio.FIRST_COMPLETED)
             if reply.complete:  # then the client is expected to go, and what is left to do is to put things away
-                await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((work,), timeout=AWAY_S)
             if not work.done():
                 work.cancel()
             await self._finish(reply, work, stopped=not gone.done())

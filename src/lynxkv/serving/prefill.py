@@ -2,8 +2,12 @@
 
 import asyncio
 import secrets
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import Response
 
 from lynxkv.node.admission import sampling_to_wire, tokens_to_bytes
 from lynxkv.node.prefill import PrefillNode
@@ -14,7 +18,7 @@ from lynxkv.serving.exchange import Reply, encode
 from lynxkv.serving.rendering import Choice, Rendering, usage
 from lynxkv.serving.service import Service
 from lynxkv.serving.tokens import Tokens
-from lynxkv.serving.transfer import ToDecode, read_to_prefill
+from lynxkv.serving.transfer import ToDecode, read_id, read_to_prefill
 from lynxkv.serving.worker import fingerprint_of, plain_holdings, spec_of
 from lynxkv.speculation import SamplingParams, Verified
 from lynxkv.wire import Admit
@@ -81,6 +85,17 @@ class PrefillService(Service):
     def models(self) -> list[dict[str, Any]]:
         """The one model."""
         return [self._tokens.model(self.model)]
+
+    def routes(self) -> Iterable[APIRouter]:
+        """``DELETE /lynx/transfers/ID``: a router's word that nobody will pull it."""
+        router = APIRouter(include_in_schema=False)
+
+        @router.delete("/lynx/transfers/{transfer_id}")
+        async def give_up(transfer_id: str) -> Response:
+            self.node.cancel(read_id(transfer_id), "the request is over")
+            return Response(status_code=204)
+
+        return (router,)
 
     async def answer(self, ask: Ask, reply: Reply, tracked: Tracked) -> None:
         """Prefill; one token, and where its KV is."""

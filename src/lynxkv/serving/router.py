@@ -1,5 +1,6 @@
 """The router: OpenAI's API towards clients, one prefill and one decode worker for every request."""
 
+import asyncio
 import ssl
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -59,6 +60,7 @@ class RouterService(Service):
         self._outstanding = 0
         self._headers = {} if upstream_token is None else {"authorization": f"Bearer {upstream_token}"}
         self._tls = tls
+        self._giving_up: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Look for the workers."""
@@ -75,6 +77,7 @@ class RouterService(Service):
     async def close(self) -> None:
         """Close every connection."""
         await self.fleet.close()
+        await asyncio.gather(*self._giving_up)
         for session in (self._client, self.asking):
             await session.close()
 
@@ -128,7 +131,7 @@ class RouterService(Service):
                 with ExitStack() as counted:
                     counted.enter_context(prefill.busy(ask.estimated_tokens))
                     counted.enter_context(decode.busy(tokens))
-                    regular = await (attempt.in_turn(reply) if self._sequential else attempt.at_once(reply))
+                    regular = await self._run(attempt, reply)
             except WorkerFailed as failure:
                 worker = failure.worker
                 over = reply.status is not None or tracked.elapsed() >= ask.lynx.deadline_s
@@ -147,6 +150,16 @@ class RouterService(Service):
                 tracked.error, tracked.status = "worker_error", reply.status
                 self.activity.end(tracked, "failed")
             return
+
+    async def _run(self, attempt: Attempt, reply: Reply) -> bool:
+        """Whether the answer came to its regular end; of an attempt that does not, nothing is kept anywhere."""
+        try:
+            return await (attempt.in_turn(reply) if self._sequential else attempt.at_once(reply))
+        except BaseException:
+            told = asyncio.create_task(attempt.give_up(self.asking))
+            self._giving_up.add(told)
+            told.add_done_callback(self._giving_up.discard)
+            raise
 
     async def _pair(self, ask: Ask, without: set[Worker]) -> tuple[Worker, Worker]:
         """Workers for the request; those that seem down are asked again before it is refused."""

@@ -72,6 +72,10 @@ class Service(ABC):
     def models(self) -> list[dict[str, Any]]:
         """The models of ``/v1/models``: ``id`` and ``max_model_len``."""
 
+    def routes(self) -> Iterable[APIRouter]:
+        """What this kind of process serves besides what all do."""
+        return ()
+
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, and let those in flight end within ``seconds``; the rest fail by name."""
         self.draining = True
@@ -175,7 +179,7 @@ def application(service: Service, routers: Iterable[APIRouter] = ()) -> FastAPI:
         told = HttpError(405, "method_not_allowed", f"{request.url.path} does not take {request.method}")
         return await failed(request, told)
 
-    for router in routers:
+    for router in (*service.routes(), *routers):
         app.include_router(router)
     return app
 

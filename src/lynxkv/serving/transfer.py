@@ -46,6 +46,14 @@ class ToDecode(msgspec.Struct, frozen=True, kw_only=True):
         return self.remote_host, self.remote_port
 
 
+def read_id(text: str) -> bytes:
+    """A transfer id in a path."""
+    try:
+        return bytes.fromhex(msgspec.convert(text, _Id))
+    except msgspec.ValidationError as error:
+        raise Refusal(f"a transfer id of 32 hex digits expected, got {text[:64]!r}", "transfer_id") from error
+
+
 def read_to_prefill(given: Mapping[str, Any] | None) -> ToPrefill:
     """Of a request to a prefill worker."""
     expected = (
