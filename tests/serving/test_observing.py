@@ -12,7 +12,7 @@ from serving.apps import ask
 from serving.collector import collector
 from serving.processes import fleet
 
-TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACE, REFUSED, PARENT = "0af7651916cd43dd8448eb211c80319c", "1bf7651916cd43dd8448eb211c80319d", "b7ad6b7169203331"
 SECRET_TEXT = "the launch code is tango"
 BODY = {"prompt": f"{SECRET_TEXT} " * 8, "max_tokens": 12, "temperature": 0}
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "request-of-ours"}
@@ -29,7 +29,8 @@ def observed(tiny_folder):
         ) as ((prefill,), (decode,), router):
             status, headers, answer = ask(router.url, "/v1/completions", BODY, HEADERS)
             assert (status, headers["x-request-id"]) == (200, "request-of-ours")
-            assert ask(router.url, "/v1/completions", {**BODY, SECRET_TEXT: 1})[0] == 400
+            refused = {"traceparent": f"00-{REFUSED}-{PARENT}-01"}
+            assert ask(router.url, "/v1/completions", {**BODY, SECRET_TEXT: 1}, refused)[0] == 400
             processes = {"prefill": prefill, "decode": decode, "router": router}
             metrics = {role: metrics_of(each.url) for role, each in processes.items()}
             logs = {}
@@ -70,6 +71,13 @@ def test_one_trace_goes_from_the_client_through_all_three_processes(observed):
     told = {each.key: each.value.string_value for each in router.attributes}
     assert told["lynxkv.transfer"] == answer["lynx"]["transfer_id"]
     assert told["lynxkv.request"] == "request-of-ours"
+
+
+def test_a_refused_requests_span_tells_the_code_and_not_the_text(observed):
+    _, spans, _, _ = observed
+    ((service, span),) = spans.of_trace(REFUSED)
+    assert (service, span.status.message) == ("lynxkv-router", "invalid_request")
+    assert SECRET_TEXT not in str(span)
 
 
 def test_metrics_of_all_processes_add_up_to_what_the_answer_says(observed):

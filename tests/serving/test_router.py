@@ -1,5 +1,6 @@
 """The router against stub workers: whom it asks for what, and what becomes of their failures."""
 
+import asyncio
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from lynxkv.serving import state, upstream
 from lynxkv.serving.router import RouterService
 from serving.apps import Stream, ask, events, site, until
-from serving.stubs import DONE, EVENT, Stub, always, failing, in_turn, never, once_asked, streamed
+from serving.stubs import DONE, EVENT, Stub, always, answered, failing, in_turn, never, once_asked, streamed
 
 CHAT = "/v1/chat/completions"
 NOWHERE = "http://127.0.0.1:1"
@@ -204,6 +205,27 @@ def test_the_worker_with_the_fewest_tokens_to_do_is_asked(where):
         busy.vanish()
         until(lambda: not any(worker.outstanding for worker in service.fleet.workers))
     assert (len(decodes[0].asked), len(decodes[1].asked)) == (1, 3)
+
+
+def test_a_client_that_leaves_with_the_last_event_was_answered(where):
+    gate = asyncio.Event()
+
+    async def slow_to_end(request, body):
+        response = await streamed(EVENT, DONE)(request, body)
+        await gate.wait()
+        return response
+
+    decode = Stub("decode", in_turn(slow_to_end, answered))
+    with routed(where, Stub("prefill"), decode) as (url, service):
+        stream = Stream(url, CHAT, BODY)
+        assert stream.begin() == 200
+        assert [stream.event()[1] for _ in range(2)][-1] == "[DONE]"
+        stream.vanish()
+        assert ask(url, CHAT, BODY)[0] == 200
+        where.loop.call_soon_threadsafe(gate.set)
+        until(lambda: not service.activity.running)
+        assert [request.state for request in service.activity.requests()] == ["finished", "finished"]
+    assert decode.gone == 0
 
 
 @pytest.mark.parametrize("sequential", [False, True])

@@ -153,21 +153,20 @@ class Attempt:
         return True
 
     async def _pass_on(self, response: aiohttp.ClientResponse, reply: Reply) -> bool:
-        """Whole events, byte for byte; half an event is never sent."""
+        """Whole events, byte for byte; half an event is never sent.
+
+        The last event ends the answer, so that a client that leaves with it was answered; the rest is only read.
+        """
         await reply.stream()
-        rest, last = b"", b""
+        rest, regular = b"", False
         async for data in response.content.iter_any():
             whole, _, rest = (rest + data).rpartition(b"\n\n")
-            if whole:
+            if whole and not reply.complete:
                 whole += b"\n\n"
-                last = whole
-                await reply.raw(whole)
-        if last.endswith(DONE):
-            await reply.end()
-            return True
-        if _ERROR_EVENT in last:
-            await reply.end()
-            return False
+                regular = whole.endswith(DONE)
+                await reply.raw(whole, last=regular or _ERROR_EVENT in whole)
+        if reply.complete:
+            return regular
         raise WorkerFailed(self._decode, HttpError(502, "peer_lost", f"{self._decode!r} ended in mid-answer"))
 
     def _post(self, worker: Worker, body: Mapping[str, Any]) -> Any:

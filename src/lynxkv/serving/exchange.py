@@ -69,17 +69,13 @@ class Reply:
         """One event, of JSON bytes."""
         await self._body(b"data: " + data + b"\n\n")
 
-    async def raw(self, data: bytes) -> None:
+    async def raw(self, data: bytes, *, last: bool = False) -> None:
         """Whole events as they came from elsewhere."""
-        await self._body(data)
+        await self._body(data, last)
 
     async def done(self) -> None:
         """The stream's regular end."""
         await self._body(DONE, last=True)
-
-    async def end(self) -> None:
-        """The stream's end, its last event being written already."""
-        await self._body(b"", last=True)
 
     async def _start(self, status: int, headers: Mapping[str, str], length: int | None = None) -> None:
         self.status = status

@@ -12,7 +12,6 @@ from fastapi.responses import Response
 from lynxkv.serving import metrics
 from lynxkv.serving.activity import Tracked
 from lynxkv.serving.decode import DecodeService
-from lynxkv.serving.errors import HttpError
 from lynxkv.serving.metrics import Metrics, Reading
 from lynxkv.serving.prefill import PrefillService
 from lynxkv.serving.router import RouterService
@@ -117,10 +116,7 @@ class Traced:
         )
         for name, begins, ends in _PHASES:
             trace.phase(name, request.first(begins), request.first(ends))
-        failure = None
-        if request.error is not None:
-            failure = HttpError(request.status or 500, request.error, request.message or request.error)
-        trace.end(failure)
+        trace.end(None if request.error is None else ": ".join(filter(None, (request.error, _why(request)))))
 
 
 class Logged:
@@ -130,7 +126,7 @@ class Logged:
         """Its end says it all."""
 
     def ended(self, request: Tracked) -> None:
-        """Say what came of it; a refusal's message may quote the request, so only its code is told."""
+        """Say what came of it."""
         ours = request.status is not None and request.status >= 500 and request.error != "draining"
         fields = {
             "request": request.id,
@@ -140,12 +136,17 @@ class Logged:
             "answer_tokens": sum(len(outcome.tokens) for outcome in request.outcomes) or None,
             "finish": request.finish,
             "error": request.error,
-            "why": request.message if ours else None,
+            "why": _why(request),
             "retried": ",".join(request.retried) or None,
             "seconds": round(request.ended_s or 0.0, 4),
         }
         told = {name: value for name, value in fields.items() if value is not None}
         log.log(logging.WARNING if ours else logging.INFO, "%s %s", request.kind, request.state, extra=told)
+
+
+def _why(request: Tracked) -> str | None:
+    """A failure's message; that of a refusal may quote the request, so only its code is told."""
+    return request.message if (request.status or 0) >= 500 else None
 
 
 def of_prefill(service: PrefillService) -> Reading:

@@ -44,8 +44,8 @@ class Trace(Protocol):
         """Add a child span of known times, in seconds since this span began; nothing where one is None."""
         ...
 
-    def end(self, error: BaseException | None = None) -> None:
-        """End the span; idempotent."""
+    def end(self, error: str | None = None) -> None:
+        """End the span, with what went wrong; idempotent. Never a prompt or an answer."""
         ...
 
 
@@ -126,7 +126,7 @@ class _Off:
     def phase(self, name: str, begin_s: float | None, end_s: float | None, **attributes: Attribute | None) -> None:
         """Nothing is kept."""
 
-    def end(self, error: BaseException | None = None) -> None:
+    def end(self, error: str | None = None) -> None:
         """Nothing ends."""
 
 
@@ -167,15 +167,15 @@ class _On:
         begin, end = (self._begun_ns + int(at * 1e9) for at in (begin_s, max(begin_s, end_s)))
         self._tracing._child(self._span, name, begin, end, _named(attributes))
 
-    def end(self, error: BaseException | None = None) -> None:
-        """End the span; an error becomes its status, by class and message."""
+    def end(self, error: str | None = None) -> None:
+        """End the span; an error becomes its status."""
         if self._ended:
             return
         self._ended = True
         if error is not None:
             from opentelemetry.trace import Status, StatusCode
 
-            self._span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+            self._span.set_status(Status(StatusCode.ERROR, error))
         self._span.end()
 
 
