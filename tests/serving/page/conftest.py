@@ -4,13 +4,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import expect, sync_playwright
 
 from lynxkv.serving import page as page_files
 from serving.apps import site
 from serving.page.stage import Stage
 
 CHROMIUM = shutil.which("chromium")
+
+expect.set_options(timeout=20_000)  # other tests may have the cores
 
 
 @pytest.fixture(scope="session")
