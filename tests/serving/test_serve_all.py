@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import openai
@@ -133,3 +134,11 @@ def test_a_key_is_needed_where_one_is_given_and_shows_nowhere(tiny_folder):
 def words_of(pid):
     """Of a process's command line."""
     return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+def test_what_is_not_installed_is_named():
+    program = "import sys; sys.modules['fastapi'] = None; from lynxkv.cli.main import main; main()"
+    command = [sys.executable, "-c", program, "serve", "decode"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert the_line(done.stderr) == "this needs fastapi, which is not installed: pip install 'lynxkv[serve]'"

@@ -42,6 +42,13 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
         except LynxError as error:
             print(f"lynxkv: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
+        except ModuleNotFoundError as error:
+            if (error.name or "lynxkv").partition(".")[0] == "lynxkv":
+                raise
+            print(
+                f"lynxkv: this needs {error.name}, which is not installed: pip install 'lynxkv[serve]'", file=sys.stderr
+            )
+            raise typer.Exit(1) from None
         except KeyboardInterrupt:
             print("lynxkv: interrupted", file=sys.stderr)
             raise typer.Exit(130) from None
