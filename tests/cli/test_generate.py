@@ -30,6 +30,7 @@ def test_an_answer_goes_to_standard_output_and_its_figures_to_standard_error(pee
     assert len(result["tokens"]) == 12
     assert result.keys() == {
         "prompt_tokens", "tokens", "text", "finish", "seed", "drafted", "accepted", "bytes", "wire_bytes", "loss",
+        "target", "times",
     }  # fmt: skip
     assert result["bytes"].keys() == {"anchor", "residual", "exact"}
     assert result["loss"] is None

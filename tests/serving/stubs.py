@@ -119,13 +119,13 @@ def in_turn(*answers):
     return answer
 
 
-def once_asked(*prefills):
+def once_asked(*prefills, then=answered):
     """A decode worker that answers when one of ``prefills`` was asked for the transfer, as if its KV came then."""
 
     async def answer(request, body):
         while not any(body["kv_transfer_params"]["transfer_id"] in prefill.transfers for prefill in prefills):
             await asyncio.sleep(0.002)
-        return await answered(request, body)
+        return await then(request, body)
 
     return answer
 

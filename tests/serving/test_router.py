@@ -160,7 +160,8 @@ def test_a_full_worker_says_when_to_come_back(where):
 
 def test_a_kv_that_did_not_come_is_the_prefill_workers_failure(where):
     prefills = [Stub("prefill"), Stub("prefill")]
-    decode = Stub("decode", in_turn(failing(502, "peer_lost"), always(200, {"answer": 2})))
+    answers = in_turn(failing(502, "peer_lost"), always(200, {"answer": 2}))
+    decode = Stub("decode", once_asked(*prefills, then=answers))
     with routed(where, *prefills, decode) as (url, service):
         status, _, answer = ask(url, CHAT, BODY)
         assert (status, answer) == (200, {"answer": 2})

@@ -15,9 +15,10 @@ CHROMIUM = shutil.which("chromium")
 expect.set_options(timeout=20_000)  # other tests may have the cores
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium():
-    """Debian's browser, without a window."""
+    """Debian's browser, without a window. Playwright keeps an event loop running on this thread, which other tests of
+    the same process must not find: it ends with the module."""
     if CHROMIUM is None:
         pytest.skip("no chromium here: apt-get install chromium (`make chromium`)")
     with sync_playwright() as playwright:
