@@ -19,6 +19,7 @@ from lynxkv.node.prefill import PrefillNode
 from lynxkv.serving import logs, observing, page, state
 from lynxkv.serving.access import refuse_open
 from lynxkv.serving.decode import DecodeService
+from lynxkv.serving.heap import Trimmed
 from lynxkv.serving.metrics import Reading
 from lynxkv.serving.prefill import PrefillService
 from lynxkv.serving.router import RouterService
@@ -230,6 +231,7 @@ def _run(
     tracing = common.begin(service.role)
     try:
         metrics = observing.observe(service, model, read, tracing)
+        service.activity.observers.append(Trimmed())
         run(service, application(service, (metrics, *routes)), common.listening(tls), ready)
     finally:
         tracing.close()
