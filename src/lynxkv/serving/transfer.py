@@ -1,7 +1,7 @@
 """``kv_transfer_params``: what routers and workers tell each other about a transfer, in vLLM's words."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -18,22 +18,30 @@ _Id = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 class ToPrefill(msgspec.Struct, frozen=True):
     """Asks a prefill worker for KV that another worker will pull. Further fields, vLLM's nulls, are ignored."""
 
-    do_remote_decode: Literal[True]
+    do_remote_decode: bool
     transfer_id: _Id | None = None
     seed: Seed | None = None
+
+    def __post_init__(self) -> None:
+        if not self.do_remote_decode:
+            raise ValueError("do_remote_decode must be true")
 
 
 class ToDecode(msgspec.Struct, frozen=True, kw_only=True):
     """Tells a decode worker where the KV is, or will be; what a prefill worker answers with."""
 
-    do_remote_prefill: Literal[True] = True
-    do_remote_decode: Literal[False] = False
+    do_remote_prefill: bool = True
+    do_remote_decode: bool = False
     transfer_id: _Id
     remote_engine_id: str = ""
     remote_host: str
     remote_port: Annotated[int, Meta(ge=1, le=65535)]
     remote_epoch: Annotated[int, Meta(ge=0)] = 0
     seed: Seed
+
+    def __post_init__(self) -> None:
+        if not self.do_remote_prefill or self.do_remote_decode:
+            raise ValueError("do_remote_prefill must be true, do_remote_decode false")
 
     @property
     def transfer(self) -> bytes:
