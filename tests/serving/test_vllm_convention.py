@@ -46,7 +46,8 @@ def test_the_answer_is_that_of_our_router(run, sampling):
     seed = first["kv_transfer_params"]["seed"]
     _, _, ours = ask(run.url, COMPLETE, {**body, "seed": seed})
     assert answer["choices"] == ours["choices"]
-    assert answer["choices"][0]["text"].startswith(first["choices"][0]["text"])
+    token_1 = first["choices"][0]["text"].rstrip("\ufffd")  # it may be the first bytes of a longer character
+    assert answer["choices"][0]["text"].startswith(token_1)
     assert answer["lynx"]["seed"] == seed
 
 
