@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from lynxkv.errors import EngineError
 
 READY = "listening on "
+"""Comes before the address in the one line a process prints when it serves."""
 
 
 @contextmanager
@@ -41,6 +42,21 @@ def child(
         process.stdout.close()
 
 
+def listening(process: subprocess.Popen[str], name: str) -> str:
+    """The address that a process prints once it serves.
+
+    Raises
+    ------
+    EngineError
+        ``name`` ended before; its own message went to standard error.
+    """
+    assert process.stdout is not None
+    line = process.stdout.readline().strip()
+    if READY not in line:
+        raise EngineError(f"{name} ended before it listened; its own message is above")
+    return line.partition(READY)[2].partition(",")[0]
+
+
 @contextmanager
 def prefill_process(
     *, model: str, dtype: str = "float32", kv_dtype: str = "bfloat16", link: str | None = None
@@ -57,9 +73,5 @@ def prefill_process(
     if link is not None:
         arguments += ["--link", link]
     with child(arguments) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline().strip()
-        if READY not in line:
-            raise EngineError("the prefill process ended before it listened; its own message is above")
-        host, _, port = line.partition(READY)[2].rpartition(":")
+        host, _, port = listening(process, "the prefill process").rpartition(":")
         yield host, int(port)

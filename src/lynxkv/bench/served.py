@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lynxkv.bench.processes import READY, child
-from lynxkv.errors import EngineError
+from lynxkv.bench.processes import child, listening
 
 STAY = frozenset({"links", "connections"})
 """What workers may hold when nothing is going on."""
@@ -84,11 +83,7 @@ def serve_router(options: Sequence[str]) -> Iterator[str]:
 @contextmanager
 def _serving(arguments: Sequence[str]) -> Iterator[tuple[str, int]]:
     with child(["-m", "lynxkv.cli.main", "serve", *arguments, "--until-stdin-closes"], grace_s=60) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if READY not in line:
-            raise EngineError(f"lynxkv serve {arguments[0]} ended before it listened; its own message is above")
-        yield line.partition(READY)[2].partition(",")[0].strip(), process.pid
+        yield listening(process, f"lynxkv serve {arguments[0]}"), process.pid
 
 
 def _health(url: str) -> dict[str, Any]:

@@ -33,10 +33,7 @@ def serve(
     until_stdin_closes: bool,
 ) -> None:
     """Load the model, listen, serve; SIGTERM drains, an interrupt ends at once."""
-    rate = None if link is None else parse_rate(link)
-    bound = parse_bytes(memory)
-    if chunk < 64 or chunk % 64:
-        raise RequestError(f"--chunk must be a multiple of 64, got {chunk}")
+    rate, bound = read_prefill(link, chunk, memory)
     engine = load_engine(model, dtype=dtype, kv_dtype=kv_dtype, threads=threads)
 
     async def run() -> bool:
@@ -62,6 +59,13 @@ def serve(
 
     if uvloop.run(run()):
         raise KeyboardInterrupt
+
+
+def read_prefill(link: str | None, chunk: int, memory: str) -> tuple[float | None, int]:
+    """A prefill node's rate and memory, in bytes; RequestError for options that cannot be."""
+    if chunk < 64 or chunk % 64:
+        raise RequestError(f"--chunk must be a multiple of 64, got {chunk}")
+    return None if link is None else parse_rate(link), parse_bytes(memory)
 
 
 def parse_bytes(text: str) -> int:

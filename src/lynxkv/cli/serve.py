@@ -206,8 +206,9 @@ def everything(
     until_stdin_closes: UntilStdinCloses = False,
 ) -> None:
     """Run a prefill worker, a decode worker and a router on this machine, until interrupted."""
+    from lynxkv.cli.prefill import read_prefill
     from lynxkv.cli.serve_all import Plan, serve_all
-    from lynxkv.cli.serving import Common, read_prefill, read_router
+    from lynxkv.cli.serving import Common, read_router
     from lynxkv.engine.models import resolve
 
     read_prefill(link, chunk, memory)  # what cannot be is told once, before anything is started

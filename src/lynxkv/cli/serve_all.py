@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
-from lynxkv.bench.processes import READY, child
+from lynxkv.bench.processes import READY, child, listening
 from lynxkv.errors import EngineError
 
 
@@ -46,13 +46,16 @@ def serve_all(plan: Plan) -> None:
             arguments = ["-m", "lynxkv.cli.main", "serve", role, "--until-stdin-closes", *map(str, options)]
             running[role] = held.enter_context(child(arguments, environment=environment))
 
+        def url(role: str) -> str:
+            return listening(running[role], f"the {role} process")
+
         start("prefill", [*plan.prefill, "--port", "0", "--kv-port", "0"], of_workers)
         start("decode", [*plan.decode, "--port", "0"], of_workers)
-        workers = [part for role in ("prefill", "decode") for part in (f"--{role}", _url(role, running[role]))]
+        workers = [part for role in ("prefill", "decode") for part in (f"--{role}", url(role))]
         start("router", [*plan.router, *workers], of_router)
-        url = _url("router", running["router"])
+        at = url("router")
         with _signals() as told:
-            print(f"lynxkv serve: {plan.model} {READY}{url}, its page on {url}/ui", flush=True)
+            print(f"lynxkv serve: {plan.model} {READY}{at}, its page on {at}/ui", flush=True)
             happened = _next(running, told, plan.until_stdin_closes)
             if happened == "drain":
                 happened = _drain(running, told, plan.until_stdin_closes)
@@ -64,15 +67,6 @@ def serve_all(plan: Plan) -> None:
 
 def _environment(**changes: str | None) -> dict[str, str]:
     return {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
-
-
-def _url(role: str, process: "subprocess.Popen[str]") -> str:
-    """Of a process that has just started, once it serves."""
-    assert process.stdout is not None
-    line = process.stdout.readline().strip()
-    if READY not in line:
-        raise EngineError(f"the {role} process ended before it listened; its own message is above")
-    return line.partition(READY)[2].partition(",")[0]
 
 
 @contextmanager

@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 
 from fastapi import APIRouter
 
+from lynxkv.bench.processes import READY
 from lynxkv.cli.loading import load_engine
-from lynxkv.cli.prefill import parse_bytes
+from lynxkv.cli.prefill import parse_bytes, read_prefill
 from lynxkv.errors import RequestError
 from lynxkv.node.decode import DecodeNode
 from lynxkv.node.prefill import PrefillNode
@@ -23,10 +24,10 @@ from lynxkv.serving.heap import Trimmed
 from lynxkv.serving.metrics import Reading
 from lynxkv.serving.prefill import PrefillService
 from lynxkv.serving.router import RouterService
-from lynxkv.serving.running import READY, Listening, run
+from lynxkv.serving.running import Listening, run
 from lynxkv.serving.service import Service, application
 from lynxkv.serving.tracing import Tracing
-from lynxkv.transport import Security, parse_rate
+from lynxkv.transport import Security, identified
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +87,6 @@ class Compute:
     threads: int
 
 
-def read_prefill(link: str | None, chunk: int, memory: str) -> tuple[float | None, int]:
-    """A prefill worker's rate and memory, in bytes; RequestError for options that cannot be."""
-    if chunk < 64 or chunk % 64:
-        raise RequestError(f"--chunk must be a multiple of 64, got {chunk}")
-    return None if link is None else parse_rate(link), parse_bytes(memory)
-
-
 def read_router(common: Common) -> tuple[ssl.SSLContext | None, int]:
     """A router's TLS towards its clients, who have keys and no certificates, and its largest body.
 
@@ -104,15 +98,7 @@ def read_router(common: Common) -> tuple[ssl.SSLContext | None, int]:
         return None, max_body
     if common.tls_cert is None or common.tls_key is None:
         raise RequestError("--tls-cert and --tls-key go together")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(common.tls_cert, common.tls_key)
-    except OSError as error:
-        raise RequestError(
-            f"certificate {common.tls_cert} with key {common.tls_key} cannot be used: {error}"
-        ) from error
-    return context, max_body
+    return identified(ssl.PROTOCOL_TLS_SERVER, common.tls_cert, common.tls_key), max_body
 
 
 def serve_prefill(

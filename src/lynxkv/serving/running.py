@@ -16,9 +16,6 @@ from fastapi import FastAPI
 from lynxkv.serving.access import bind
 from lynxkv.serving.service import Service
 
-READY = "listening on "
-"""Comes before the URL in the one line a process prints when it serves."""
-
 KEEP_ALIVE_S = 75
 """Longer than a router keeps an idle connection, so that it never sends a request into one that is being closed."""
 

@@ -6,7 +6,7 @@ from lynxkv.transport.incoming import Incoming, Sink
 from lynxkv.transport.link import Link, connect
 from lynxkv.transport.outgoing import Outgoing, Released
 from lynxkv.transport.scheduling import Scheduler
-from lynxkv.transport.security import OPEN, Security
+from lynxkv.transport.security import OPEN, Security, identified
 from lynxkv.transport.server import Server
 
 __all__ = [
@@ -22,5 +22,6 @@ __all__ = [
     "Sink",
     "TokenBucket",
     "connect",
+    "identified",
     "parse_rate",
 ]

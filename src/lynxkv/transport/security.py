@@ -54,18 +54,24 @@ class Security:
     def _context(self, protocol: int) -> ssl.SSLContext | None:
         if self.cert is None or self.key is None or self.ca is None:
             return None
-        context = ssl.SSLContext(protocol)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context = identified(protocol, self.cert, self.key)
         context.verify_mode = ssl.CERT_REQUIRED
-        try:
-            context.load_cert_chain(self.cert, self.key)
-        except OSError as e:
-            raise RequestError(f"certificate {self.cert} with key {self.key} cannot be used: {e}") from e
         try:
             context.load_verify_locations(self.ca)
         except OSError as e:
             raise RequestError(f"authority {self.ca} cannot be used: {e}") from e
         return context
+
+
+def identified(protocol: int, cert: Path, key: Path) -> ssl.SSLContext:
+    """TLS 1.2 or newer for one side, which shows ``cert``; RequestError names files that cannot be used."""
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(cert, key)
+    except OSError as e:
+        raise RequestError(f"certificate {cert} with key {key} cannot be used: {e}") from e
+    return context
 
 
 OPEN = Security()
