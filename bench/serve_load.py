@@ -18,7 +18,6 @@ short here), and each process to the number of open files that it had after a fi
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import sys
@@ -28,10 +27,10 @@ from typing import Any
 
 from openai import AsyncOpenAI
 from rich.console import Console
-from rich.table import Table
 
 from lynxkv.bench.documents import pydoc_text
 from lynxkv.bench.served import Served, serve_all
+from lynxkv.bench.verdict import verdict
 
 SHORTEST = 200
 CHARACTERS = 3.6
@@ -199,16 +198,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     result = measure(args, Console(stderr=True))
-    result["bars"] = BARS
-    result["ok"] = all(result[name] <= bar for name, bar in BARS.items())
-    if args.json:
-        print(json.dumps(result))
-    else:
-        table = Table("figure", "value")
-        for name, value in result.items():
-            table.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
-        Console().print(table)
-    return 0 if result["ok"] else 1
+    return verdict(result, BARS, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ kind (they are frozen, never killed), median of the last fifth of the time again
 
 import argparse
 import asyncio
-import json
 import random
 import signal
 import socket
@@ -28,12 +27,12 @@ from typing import Any
 
 import aiohttp
 import openai
-import psutil
 from openai import AsyncOpenAI
 from rich.console import Console
-from rich.table import Table
 
 from lynxkv.bench.documents import pydoc_text
+from lynxkv.bench.served import Served
+from lynxkv.bench.verdict import verdict
 
 LATE_S = 120.0
 """No request may take longer: its KV deadline is 30 s, a worker is given up after 15 s of silence."""
@@ -76,10 +75,6 @@ class Node:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-
-    def resident(self) -> int:
-        assert self.process is not None
-        return int(psutil.Process(self.process.pid).memory_info().rss)
 
 
 @dataclass(slots=True)
@@ -221,32 +216,12 @@ async def trouble(nodes: list[Node], until: float, seen: Seen, console: Console)
 
 async def weigh(nodes: list[Node], until: float, seen: Seen) -> None:
     """Resident memory of those that are never killed."""
+    lasting = {node.name: node.process.pid for node in nodes if node.process and not node.name.endswith("2")}
+    served = Served(nodes[-1].url, lasting)
     while time.monotonic() < until:
-        for node in nodes:
-            if not node.name.endswith("2"):
-                seen.resident.setdefault(node.name, []).append((time.monotonic(), node.resident()))
+        for name, size in served.resident_bytes().items():
+            seen.resident.setdefault(name, []).append((time.monotonic(), size))
         await asyncio.sleep(2)
-
-
-async def left_behind(client: aiohttp.ClientSession, nodes: list[Node], seconds: float = 90) -> dict[str, Any]:
-    """What workers still hold when nobody asks any more; links and connections may stay."""
-    left: dict[str, Any] = {}
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while True:
-                left = {}
-                for node in nodes[:-1]:
-                    async with client.get(f"{node.url}/health") as response:
-                        held = (await response.json())["holdings"]
-                    left |= {
-                        f"{node.name}: {name}": value
-                        for name, value in held.items()
-                        if value and name not in ("links", "connections")
-                    }
-                if not left:
-                    return {}
-                await asyncio.sleep(1)
-    return left
 
 
 async def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -266,7 +241,7 @@ async def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
                 weigh(nodes, until, seen),
             )
             await ready(plain, nodes[-1], len(nodes) - 1)
-            left = await left_behind(plain, nodes)
+            left = await asyncio.to_thread(Served(nodes[-1].url, {}).left, 90)
     growth = {}
     for name, weights in seen.resident.items():
         shares = [((at - begun) / (60 * args.minutes), size) for at, size in weights]
@@ -294,16 +269,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     result = asyncio.run(measure(args, Console(stderr=True)))
-    result["bars"] = BARS
-    result["ok"] = all(result[name] <= bar for name, bar in BARS.items())
-    if args.json:
-        print(json.dumps(result))
-    else:
-        table = Table("figure", "value")
-        for name, value in result.items():
-            table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
-        Console().print(table)
-    return 0 if result["ok"] else 1
+    return verdict(result, BARS, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import os
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,14 +22,14 @@ ROLES = ("prefill", "decode", "router")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A running ``lynxkv serve all``.
+    """A router and its workers that run.
 
     Parameters
     ----------
     url : str
         Of the router.
     pids : dict of str to int
-        Of its three processes, by role.
+        Of its processes, by role or name.
     """
 
     url: str
@@ -46,10 +47,10 @@ class Served:
     def holdings(self) -> dict[str, int]:
         """What is not at zero of what workers hold and of the requests in flight, as ``"ROLE NAME"``."""
         router = _health(self.url)
-        told = [router, *(_health(worker["url"]) for worker in router["workers"])]
-        found = {f"{each['role']} requests": each["requests"] for each in told}
-        for each in told:
-            found |= {f"{each['role']} {name}": size for name, size in each.get("holdings", {}).items()}
+        found: Counter[str] = Counter()
+        for each in (router, *(_health(worker["url"]) for worker in router["workers"])):
+            for name, size in {"requests": each["requests"], **each.get("holdings", {})}.items():
+                found[f"{each['role']} {name}"] += size
         return {name: size for name, size in found.items() if size and name.split()[1] not in STAY}
 
     def left(self, seconds: float) -> dict[str, int]:

@@ -11,7 +11,19 @@ from lynxkv.speculation.session import Logits, Session
 from lynxkv.wire.fingerprint import Fingerprint
 
 
-class KVSession(Session, Protocol):
+class Rows(Protocol):
+    """KV rows that can be read and written in place."""
+
+    def read(self, layer: int, kind: Kind, start: int, stop: int) -> NDArray[Any]:
+        """Rows ``[kv_heads, stop - start, dim]`` in the handed-over dtype (bfloat16 as uint16 bits); may be a view."""
+        ...
+
+    def writing(self, layer: int, kind: Kind, start: int, stop: int) -> AbstractContextManager[NDArray[Any]]:
+        """Rows ``[kv_heads, stop - start, dim]`` to fill, in the handed-over dtype or float32; in place on a CPU."""
+        ...
+
+
+class KVSession(Session, Rows, Protocol):
     """A session whose KV rows can be read and written in place."""
 
     @property
@@ -25,14 +37,6 @@ class KVSession(Session, Protocol):
 
     def place(self, shape: CacheShape) -> None:
         """Declare ``shape``'s rows present; their content is written afterwards."""
-        ...
-
-    def read(self, layer: int, kind: Kind, start: int, stop: int) -> NDArray[Any]:
-        """Rows ``[kv_heads, stop - start, dim]`` in the handed-over dtype (bfloat16 as uint16 bits); may be a view."""
-        ...
-
-    def writing(self, layer: int, kind: Kind, start: int, stop: int) -> AbstractContextManager[NDArray[Any]]:
-        """Rows ``[kv_heads, stop - start, dim]`` to fill, in the handed-over dtype or float32; in place on a CPU."""
         ...
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from lynxkv.codec import CacheShape, CodecSpec, Tier, plan, segment_bounds
@@ -147,14 +147,12 @@ class DecodeNode:
 
         self._links.call(run())
 
-    @contextmanager
-    def keeping(self, peer: Peer, transfer: bytes) -> Iterator[None]:
+    def keeping(self, peer: Peer, transfer: bytes) -> AbstractContextManager[None]:
         """Keep the lease of a transfer that was admitted elsewhere while its request waits for its turn.
 
         Left with an error, the transfer is cancelled unless it is being pulled.
         """
-        with keeping(self._links, peer, transfer):
-            yield
+        return keeping(self._links, peer, transfer)
 
     def generate(self, peer: Peer, request: Request, observe: Observer = lambda _: None) -> Generation:
         """Decode one answer; nothing happens before the first event is asked for.

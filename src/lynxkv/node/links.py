@@ -2,13 +2,10 @@
 
 import asyncio
 import ssl
-import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import uvloop
-
+from lynxkv.node.loops import Loop
 from lynxkv.transport import Link, connect
 from lynxkv.wire import Hello
 
@@ -33,40 +30,26 @@ class Links:
         self._hello, self._connect_s, self._tls = hello, connect_s, tls
         self._links: dict[Peer, Link] = {}
         self._connecting: dict[Peer, asyncio.Task[Link]] = {}
-        self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="lynxkv-links", daemon=True)
-        self._thread.start()
+        self._loop = Loop("lynxkv-links")
 
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
-        return bool(self._loop.is_closed())
+        return self._loop.closed
 
     def close(self) -> None:
         """Cancel what is pulled, close every link, end the thread; idempotent."""
-        if self.closed:
-            return
-        self.call(self._end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        if not self.closed:
+            self.call(self._end())
+            self._loop.close()
 
     def post(self, function: Callable[..., object], *args: object) -> bool:
         """Have ``function(*args)`` called on the loop; False: it is closed, and so is every link."""
-        try:
-            self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:
-            return False
-        return True
+        return self._loop.post(function, *args)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` on the loop; an interrupt here cancels it there."""
-        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return self._loop.call(work)
 
     def held(self) -> tuple[int, int]:
         """Links that are up, and what is pulled or admitted on them."""
@@ -105,7 +88,3 @@ class Links:
         for link in self._links.values():
             await link.close()
         self._links.clear()
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)

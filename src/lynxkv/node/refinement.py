@@ -1,10 +1,10 @@
 """From landed segments to KV in the session: anchor first, then refined in place up to the target."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from lynxkv.codec import CacheShape, CodecSpec, Segment, Span, Tier, check
-from lynxkv.engine.base import KVSession
+from lynxkv.engine.base import KVSession, Rows
 from lynxkv.errors import CorruptData, LynxError, ProtocolError, TransferError
 from lynxkv.node.arrivals import Arrivals, Moment, Observer
 from lynxkv.node.cancellation import Cancellation
@@ -22,10 +22,12 @@ class SpanWriter:
 
     Parameters
     ----------
-    session : KVSession
+    session : Rows
         With the shape's rows placed.
     segments : sequence of Segment
-        All that will come.
+        All there are.
+    wanted : collection of int or None
+        Numbers of those that will come; None: all.
 
     Attributes
     ----------
@@ -33,10 +35,18 @@ class SpanWriter:
         Bytes of segments kept for those still to come.
     """
 
-    def __init__(self, session: KVSession, shape: CacheShape, spec: CodecSpec, segments: tuple[Segment, ...]) -> None:
+    def __init__(
+        self,
+        session: Rows,
+        shape: CacheShape,
+        spec: CodecSpec,
+        segments: tuple[Segment, ...],
+        wanted: Collection[int] | None = None,
+    ) -> None:
         self._session, self._shape, self._spec = session, shape, spec
         self._segments = segments
-        self._missing = {tier: {s.span for s in segments if s.tier is tier} for tier in Tier}
+        come = segments if wanted is None else [segments[i] for i in wanted]
+        self._missing = {tier: {s.span for s in come if s.tier is tier} for tier in Tier}
         self._waiting: dict[Span, dict[Tier, Buffer]] = {}
         self.held_bytes = 0
 

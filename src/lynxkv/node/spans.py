@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lynxkv.codec import BLOCK, CacheShape, CodecSpec, Kind, Segment, Span, Tier, decode, encode, plan
-from lynxkv.engine.base import Engine, KVSession
+from lynxkv.engine.base import Engine, KVSession, Rows
 from lynxkv.speculation import Logits
 
 Buffer = NDArray[np.uint8]
@@ -19,7 +19,7 @@ CHUNK = 512
 """Tokens of a prefill chunk and of a segment, where nobody says otherwise."""
 
 
-def encode_span(session: KVSession, shape: CacheShape, spec: CodecSpec, span: Span) -> dict[Tier, Buffer]:
+def encode_span(session: Rows, shape: CacheShape, spec: CodecSpec, span: Span) -> dict[Tier, Buffer]:
     """Tiers of ``span``'s rows; NotFinite names layer, head and token."""
     arrays: list[NDArray[Any]] = []
     for layer in range(span.first_layer, span.last_layer):
@@ -29,7 +29,7 @@ def encode_span(session: KVSession, shape: CacheShape, spec: CodecSpec, span: Sp
 
 
 def decode_span(
-    session: KVSession, shape: CacheShape, spec: CodecSpec, span: Span, anchor: Buffer, residual: Buffer | None
+    session: Rows, shape: CacheShape, spec: CodecSpec, span: Span, anchor: Buffer, residual: Buffer | None
 ) -> None:
     """Write ``span``'s rows into the session: at anchor precision, or with the residual at the target's."""
     with ExitStack() as stack:

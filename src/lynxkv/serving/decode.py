@@ -12,22 +12,19 @@ from lynxkv.node.decode import DecodeNode, Outcome, Request
 from lynxkv.serving.activity import Tracked
 from lynxkv.serving.ask import Ask
 from lynxkv.serving.choice_run import follow
-from lynxkv.serving.errors import Refusal
 from lynxkv.serving.exchange import Reply, encode
 from lynxkv.serving.logs import about
 from lynxkv.serving.rendering import Choice, Drafts, Rendering, usage
-from lynxkv.serving.service import Service
 from lynxkv.serving.slots import Slots
-from lynxkv.serving.tokens import Tokens
 from lynxkv.serving.transfer import ToDecode, read_to_decode
-from lynxkv.serving.worker import fingerprint_of, plain_holdings, spec_of
+from lynxkv.serving.worker import WorkerService, check_seed, spec_of
 from lynxkv.speculation import Drafted, Event, Retracted, Verified, Window
 
 _STATES = {"room": "prefill", "manifest": "anchor", "anchor": "residual"}
 """What a request is in after a moment of its transfer."""
 
 
-class DecodeService(Service):
+class DecodeService(WorkerService):
     """Answers requests whose KV a prefill worker holds, or will hold.
 
     Parameters
@@ -42,9 +39,8 @@ class DecodeService(Service):
     def __init__(
         self, node: DecodeNode, *, model: str, max_running: int = 16, max_queue: int = 64, **options: Any
     ) -> None:
-        super().__init__("decode", options.pop("name", "") or model, **options)
-        self.node, self.model = node, model
-        self._tokens = Tokens(node.engine)
+        super().__init__("decode", node.engine, model=model, **options)
+        self.node = node
         self.slots = Slots(max_running, max_queue)
         self._threads = ThreadPoolExecutor(max_running, thread_name_prefix="decode")
 
@@ -54,23 +50,13 @@ class DecodeService(Service):
 
     async def close(self) -> None:
         """End what still runs, and every link."""
-        self._tokens.close()
+        self.tokenizer.close()
         await asyncio.to_thread(self.node.close)
         await asyncio.to_thread(self._threads.shutdown)
 
     def health(self) -> dict[str, Any]:
         """What is held."""
-        return {
-            "status": "ok",
-            "model": self.model,
-            "fingerprint": fingerprint_of(self.node.engine),
-            "context": self.node.engine.context,
-            "holdings": plain_holdings(self.node.holdings()) | {"queued": self.slots.waiting},
-        }
-
-    def models(self) -> list[dict[str, Any]]:
-        """The one model."""
-        return [self._tokens.model(self.model)]
+        return self.about | {"holdings": asdict(self.node.holdings()) | {"queued": self.slots.waiting}}
 
     async def answer(self, ask: Ask, reply: Reply, tracked: Tracked) -> None:
         """Pull, decode and answer; a failure before token 1 has its own status."""
@@ -79,12 +65,11 @@ class DecodeService(Service):
             await self._answer(ask, where, reply, tracked)
 
     async def _answer(self, ask: Ask, where: ToDecode, reply: Reply, tracked: Tracked) -> None:
-        if ask.params.seed not in (None, where.seed):
-            raise Refusal("seed differs from kv_transfer_params.seed", "seed")
+        check_seed(ask, where.seed)
         self.slots.check(ask.n)
-        tokens = await self._tokens.of(ask)
+        tokens = await self.tokenizer.of(ask)
         tracked.transfer, tracked.prompt_tokens = where.transfer_id, len(tokens)
-        params = replace(ask.params, seed=where.seed, max_tokens=self._tokens.room(tokens, ask))
+        params = replace(ask.params, seed=where.seed, max_tokens=self.tokenizer.room(tokens, ask))
         requests = [
             Request(
                 tokens=tuple(tokens),
@@ -99,7 +84,7 @@ class DecodeService(Service):
             )
             for i in range(ask.n)
         ]
-        writer = _Writer(ask, reply, Rendering(ask, tracked.id, self.model, self._tokens.spell))
+        writer = _Writer(ask, reply, Rendering(ask, tracked.id, self.model, self.tokenizer.spell))
         await _together([self._run(request, i, where, writer, tracked) for i, request in enumerate(requests)])
         await writer.finish(len(tokens), tracked)
 

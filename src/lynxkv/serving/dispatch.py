@@ -12,6 +12,7 @@ import msgspec
 from lynxkv.serving.ask import Ask
 from lynxkv.serving.errors import HttpError, told_by
 from lynxkv.serving.exchange import DONE, Reply, encode
+from lynxkv.serving.transfer import ToDecode
 from lynxkv.serving.upstream import DEAD_S, Worker
 
 log = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class Attempt:
         told = msgspec.json.decode(content)
         return told if isinstance(told, dict) else {}
 
-    async def _ask_decode(self, where: Mapping[str, Any], reply: Reply) -> bool:
+    async def _ask_decode(self, where: Mapping[str, Any] | ToDecode, reply: Reply) -> bool:
         body = {**self._ask.plain, "kv_transfer_params": where}
         if self._deadline_s is not None:
             body["lynx"] = {**(self._ask.plain.get("lynx") or {}), "deadline_s": max(0.001, self._deadline_s)}
@@ -172,19 +173,17 @@ class Attempt:
     def _post(self, worker: Worker, body: Mapping[str, Any]) -> Any:
         return self._client.post(f"{worker.url}{self._path}", data=encode(body), headers=self._headers)
 
-    def _whereabouts(self) -> dict[str, Any]:
+    def _whereabouts(self) -> ToDecode:
         """Where the KV will be: what the prefill worker would answer in the end."""
         kv = self._kv
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "transfer_id": self.transfer,
-            "remote_engine_id": kv["engine_id"],
-            "remote_host": kv["host"],
-            "remote_port": kv["port"],
-            "remote_epoch": kv["epoch"],
-            "seed": self._seed,
-        }
+        return ToDecode(
+            transfer_id=self.transfer,
+            remote_engine_id=kv["engine_id"],
+            remote_host=kv["host"],
+            remote_port=kv["port"],
+            remote_epoch=kv["epoch"],
+            seed=self._seed,
+        )
 
     def _unreachable(self, worker: Worker, error: Exception) -> WorkerFailed:
         why = str(error) or type(error).__name__

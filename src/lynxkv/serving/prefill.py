@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -16,15 +16,13 @@ from lynxkv.serving.ask import Ask
 from lynxkv.serving.errors import Refusal
 from lynxkv.serving.exchange import Reply, encode
 from lynxkv.serving.rendering import Choice, Rendering, usage
-from lynxkv.serving.service import Service
-from lynxkv.serving.tokens import Tokens
 from lynxkv.serving.transfer import ToDecode, read_id, read_to_prefill
-from lynxkv.serving.worker import fingerprint_of, plain_holdings, spec_of
+from lynxkv.serving.worker import WorkerService, check_seed, spec_of
 from lynxkv.speculation import SamplingParams, Verified
 from lynxkv.wire import Admit
 
 
-class PrefillService(Service):
+class PrefillService(WorkerService):
     """Prefills under the transfer id that the router drew, and answers with token 1.
 
     Parameters
@@ -41,11 +39,10 @@ class PrefillService(Service):
     def __init__(
         self, node: PrefillNode, *, model: str, host: str, port: int, advertise: str | None = None, **options: Any
     ) -> None:
-        super().__init__("prefill", options.pop("name", "") or model, **options)
-        self.node, self.model = node, model
+        super().__init__("prefill", node.engine, model=model, **options)
+        self.node = node
         self._listen = host, port
         self._advertise = advertise
-        self._tokens = Tokens(node.engine)
         self.kv: tuple[str, int] = host, port
 
     async def start(self) -> None:
@@ -55,7 +52,7 @@ class PrefillService(Service):
 
     async def close(self) -> None:
         """End every transfer."""
-        self._tokens.close()
+        self.tokenizer.close()
         await self.node.stop()
 
     async def drain(self, seconds: float) -> None:
@@ -74,17 +71,10 @@ class PrefillService(Service):
         """Where the KV is, and what is held."""
         host, port = self.kv
         return {
-            "status": "ok",
-            "model": self.model,
-            "fingerprint": fingerprint_of(self.node.engine),
-            "context": self.node.engine.context,
+            **self.about,
             "kv": {"host": host, "port": port, "epoch": self.node.server.epoch, "engine_id": self.engine_id},
-            "holdings": plain_holdings(self.node.holdings()),
+            "holdings": asdict(self.node.holdings()),
         }
-
-    def models(self) -> list[dict[str, Any]]:
-        """The one model."""
-        return [self._tokens.model(self.model)]
 
     def routes(self) -> Iterable[APIRouter]:
         """``DELETE /lynx/transfers/ID``: a router's word that nobody will pull it."""
@@ -102,11 +92,11 @@ class PrefillService(Service):
         wanted = read_to_prefill(ask.transfer)
         if ask.stream:
             raise Refusal("a prefill worker does not stream: send stream: false", "stream")
-        if wanted.seed is not None and ask.params.seed not in (None, wanted.seed):
-            raise Refusal("seed differs from kv_transfer_params.seed", "seed")
+        if wanted.seed is not None:
+            check_seed(ask, wanted.seed)
         transfer = bytes.fromhex(wanted.transfer_id) if wanted.transfer_id else secrets.token_bytes(16)
         params = _for_token_1(ask.params, wanted.seed)
-        tokens = await self._tokens.of(ask)
+        tokens = await self.tokenizer.of(ask)
         tracked.transfer, tracked.prompt_tokens = transfer.hex(), len(tokens)
         tracked.happened("prefill", state="prefill")
         draw = await self.node.admit(
@@ -120,7 +110,7 @@ class PrefillService(Service):
         tracked.happened("first_token")
         choice = Choice(0)
         ended = draw.token in self.node.engine.eos and not params.ignore_eos
-        text = "" if ended else self._tokens.spell(draw.token)
+        text = "" if ended else self.tokenizer.spell(draw.token)
         choice.add(Verified(0, draw, text, "stop" if ended else "length"))
         tracked.finish = choice.finish
         where = ToDecode(
@@ -131,7 +121,7 @@ class PrefillService(Service):
             remote_epoch=self.node.server.epoch,
             seed=params.seed or 0,
         )
-        rendering = Rendering(ask, tracked.id, self.model, self._tokens.spell)
+        rendering = Rendering(ask, tracked.id, self.model, self.tokenizer.spell)
         body = rendering.whole([choice], usage(len(tokens), [choice]), kv_transfer_params=where)
         await reply.json(encode(body))
 

@@ -156,6 +156,11 @@ class Drafts:
         return self._starts[position]
 
 
+def model_entry(model: str, created: int, context: int | None) -> dict[str, Any]:
+    """One of ``/v1/models``."""
+    return {"id": model, "object": "model", "created": created, "owned_by": "lynxkv", "max_model_len": context}
+
+
 def usage(prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, int]:
     """OpenAI's ``usage``."""
     answered = sum(len(choice.draws) for choice in choices)

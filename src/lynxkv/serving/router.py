@@ -14,6 +14,7 @@ from lynxkv.serving.ask import Ask
 from lynxkv.serving.dispatch import Attempt, WorkerFailed
 from lynxkv.serving.errors import Refusal
 from lynxkv.serving.exchange import Reply
+from lynxkv.serving.rendering import model_entry
 from lynxkv.serving.service import Service
 from lynxkv.serving.upstream import Fleet, Worker
 
@@ -93,13 +94,7 @@ class RouterService(Service):
     def models(self) -> list[dict[str, Any]]:
         """Those of the decode workers that are up."""
         found = {
-            str(worker.about["model"]): {
-                "id": worker.about["model"],
-                "object": "model",
-                "created": 0,
-                "owned_by": "lynxkv",
-                "max_model_len": worker.about.get("context"),
-            }
+            str(worker.about["model"]): model_entry(worker.about["model"], 0, worker.about.get("context"))
             for worker in self.fleet.of("decode")
         }
         return list(found.values())

@@ -147,23 +147,23 @@ def application(service: Service, routers: Iterable[APIRouter] = ()) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return _json({"object": "list", "data": service.models()})
+        return json_response({"object": "list", "data": service.models()})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         service.check_model(name)
-        return _json(next((model for model in service.models() if model["id"] == name), None))
+        return json_response(next((model for model in service.models() if model["id"] == name), None))
 
     @app.get("/health")
     async def health() -> Response:
         state = {"status": "draining"} if service.draining else {}
         about = {"role": service.role, "name": service.name, "version": __version__}
         told = about | {"requests": service.activity.running} | service.health() | state
-        return _json(told, 200 if told["status"] == "ok" else 503)
+        return json_response(told, 200 if told["status"] == "ok" else 503)
 
     @app.get("/lynx/requests")
     async def requests() -> Response:
-        return _json(service.activity.plain())
+        return json_response(service.activity.plain())
 
     @app.exception_handler(LynxError)
     async def failed(_: Request, error: LynxError) -> Response:
@@ -198,5 +198,6 @@ class _Counted(Response):
             self._service.ended()
 
 
-def _json(body: Any, status: int = 200) -> Response:
+def json_response(body: Any, status: int = 200) -> Response:
+    """A response of JSON."""
     return Response(encode(body), status, media_type="application/json")

@@ -9,8 +9,8 @@ import msgspec
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from lynxkv.serving.exchange import encode
 from lynxkv.serving.router import RouterService
+from lynxkv.serving.service import json_response
 from lynxkv.serving.upstream import Worker
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def routes(service: RouterService) -> APIRouter:
     async def state() -> Response:
         asked = [_requests(service.asking, worker) for worker in service.fleet.workers if worker.up]
         told = await asyncio.gather(*asked)
-        return Response(encode(merged(service, told)), media_type="application/json")
+        return json_response(merged(service, told))
 
     return router
 

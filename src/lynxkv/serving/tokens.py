@@ -1,9 +1,7 @@
 """Between text and tokens: what a worker's engine makes of a request's prompt."""
 
 import asyncio
-import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from lynxkv.engine.base import Engine
 from lynxkv.errors import RequestError
@@ -16,7 +14,6 @@ class Tokens:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
-        self._created = int(time.time())
 
     def close(self) -> None:
         """End the thread."""
@@ -38,16 +35,6 @@ class Tokens:
     def spell(self, token: int) -> str:
         """A token's own text."""
         return self._engine.decode([token]) if self._engine.has_text else ""
-
-    def model(self, name: str) -> dict[str, Any]:
-        """The entry of ``/v1/models``."""
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "lynxkv",
-            "max_model_len": self._engine.context,
-        }
 
     def _encode(self, ask: Ask) -> list[int]:
         if isinstance(ask.prompt, str):
