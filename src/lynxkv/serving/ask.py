@@ -37,6 +37,16 @@ class Ask:
     transfer: dict[str, Any] | None
 
     @property
+    def deadline_s(self) -> float:
+        """By when it has to be answered, in seconds since it came."""
+        return self.lynx.deadline_s
+
+    @property
+    def most_tokens(self) -> int:
+        """Of all its choices together, at most."""
+        return self.n * self.params.max_tokens
+
+    @property
     def estimated_tokens(self) -> int:
         """About how long the prompt is, for those without a tokenizer."""
         if isinstance(self.prompt, str):

@@ -1,23 +1,22 @@
-"""One attempt at a request: a prefill and a decode worker, both at once or one after the other."""
+"""One attempt at a request on workers of lynxkv's own: both at once or one after the other."""
 
 import asyncio
 import logging
 import secrets
-from collections.abc import Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import aiohttp
 import msgspec
 
 from lynxkv.serving.ask import Ask
 from lynxkv.serving.errors import HttpError, told_by
-from lynxkv.serving.exchange import DONE, Reply, encode
+from lynxkv.serving.exchange import Reply
+from lynxkv.serving.relay import WorkerFailed, lower, pass_on, post, unless_dead, unreachable
 from lynxkv.serving.transfer import ToDecode
-from lynxkv.serving.upstream import DEAD_S, Worker
+from lynxkv.serving.upstream import Worker
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _LOST = frozenset({502, 504})
 """What a decode worker answers when the KV did not come: the prefill worker's failure."""
@@ -30,16 +29,6 @@ _REASON_S = 2.0
 
 _GIVE_UP_S = 5.0
 """How long a prefill worker is told that a transfer is over; its lease ends it otherwise."""
-
-_ERROR_EVENT = b"event: error\n"
-
-
-class WorkerFailed(Exception):
-    """A worker could not do its part; if the client was told nothing yet, another one may."""
-
-    def __init__(self, worker: Worker, error: HttpError) -> None:
-        super().__init__(str(error))
-        self.worker, self.error = worker, error
 
 
 class Attempt:
@@ -54,33 +43,39 @@ class Attempt:
     headers : mapping
         What both requests carry.
     prefill, decode : Worker
+    sequential : bool
+        One after the other.
     deadline_s : float, optional
         What is left of the request's own, where an attempt went before.
     """
 
     def __init__(
         self, client: aiohttp.ClientSession, ask: Ask, path: str, headers: Mapping[str, str],
-        prefill: Worker, decode: Worker, deadline_s: float | None = None,
+        prefill: Worker, decode: Worker, *, sequential: bool = False, deadline_s: float | None = None,
     ) -> None:  # fmt: skip
         self._client, self._ask, self._path = client, ask, path
-        self._headers = {**headers, "content-type": "application/json"}
+        self._headers = headers
         self._prefill, self._decode = prefill, decode
-        self._deadline_s = deadline_s
+        self._sequential, self._deadline_s = sequential, deadline_s
         self._kv = prefill.about["kv"]
         self.epoch: int = self._kv["epoch"]
         self.transfer = secrets.token_bytes(16).hex()
         self._seed = secrets.randbits(62) if ask.params.seed is None else ask.params.seed
 
-    async def at_once(self, reply: Reply) -> bool:
-        """Both workers begin now, and the KV travels while it is made; whether the answer came to its regular end.
+    async def run(self, reply: Reply) -> bool:
+        """Answer; whether the answer came to its regular end.
 
         Raises
         ------
         WorkerFailed
             One of them failed; ``reply`` says whether the client has been told anything.
         """
-        prefilling = asyncio.create_task(_unless_dead(self._prefill, self._ask_prefill()))
-        decoding = asyncio.create_task(_unless_dead(self._decode, self._ask_decode(self._whereabouts(), reply)))
+        return await (self._in_turn(reply) if self._sequential else self._at_once(reply))
+
+    async def _at_once(self, reply: Reply) -> bool:
+        """Both workers begin now, and the KV travels while it is made."""
+        prefilling = asyncio.create_task(unless_dead(self._prefill, self._ask_prefill()))
+        decoding = asyncio.create_task(unless_dead(self._decode, self._ask_decode(self._whereabouts(), reply)))
         try:
             await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
             failure = prefilling.exception() if prefilling.done() else None
@@ -96,13 +91,13 @@ class Attempt:
                 task.cancel()
             await asyncio.gather(prefilling, decoding, return_exceptions=True)
 
-    async def in_turn(self, reply: Reply) -> bool:
-        """As :meth:`at_once` in vLLM's order: the decode worker is asked with what the prefill worker answered."""
-        told = await _unless_dead(self._prefill, self._ask_prefill())
+    async def _in_turn(self, reply: Reply) -> bool:
+        """In vLLM's order: the decode worker is asked with what the prefill worker answered."""
+        told = await unless_dead(self._prefill, self._ask_prefill())
         where = told.get("kv_transfer_params")
         if not isinstance(where, dict):
             raise WorkerFailed(self._prefill, HttpError(502, "protocol_error", "no kv_transfer_params were answered"))
-        return await _unless_dead(self._decode, self._ask_decode(where, reply))
+        return await unless_dead(self._decode, self._ask_decode(where, reply))
 
     async def give_up(self, client: aiohttp.ClientSession) -> None:
         """Tell the prefill worker that nobody wants the transfer, whoever of the three knows what of it."""
@@ -130,9 +125,9 @@ class Attempt:
             async with self._post(self._prefill, body) as response:
                 content = await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise self._unreachable(self._prefill, error) from error
+            raise unreachable(self._prefill, error) from error
         if response.status != 200:
-            raise WorkerFailed(self._prefill, told_by(response.status, content, _plain(response.headers)))
+            raise WorkerFailed(self._prefill, told_by(response.status, content, lower(response.headers)))
         told = msgspec.json.decode(content)
         return told if isinstance(told, dict) else {}
 
@@ -143,35 +138,18 @@ class Attempt:
         try:
             async with self._post(self._decode, body) as response:
                 if response.status != 200:
-                    error = told_by(response.status, await response.read(), _plain(response.headers))
+                    error = told_by(response.status, await response.read(), lower(response.headers))
                     raise WorkerFailed(self._prefill if response.status in _LOST else self._decode, error)
                 if self._ask.stream:
-                    return await self._pass_on(response, reply)
+                    return await pass_on(response, self._decode, reply)
                 content = await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise self._unreachable(self._decode, error) from error
+            raise unreachable(self._decode, error) from error
         await reply.json(content)
         return True
 
-    async def _pass_on(self, response: aiohttp.ClientResponse, reply: Reply) -> bool:
-        """Whole events, byte for byte; half an event is never sent.
-
-        The last event ends the answer, so that a client that leaves with it was answered; the rest is only read.
-        """
-        await reply.stream()
-        rest, regular = b"", False
-        async for data in response.content.iter_any():
-            whole, _, rest = (rest + data).rpartition(b"\n\n")
-            if whole and not reply.complete:
-                whole += b"\n\n"
-                regular = whole.endswith(DONE)
-                await reply.raw(whole, last=regular or _ERROR_EVENT in whole)
-        if reply.complete:
-            return regular
-        raise WorkerFailed(self._decode, HttpError(502, "peer_lost", f"{self._decode!r} ended in mid-answer"))
-
     def _post(self, worker: Worker, body: Mapping[str, Any]) -> Any:
-        return self._client.post(f"{worker.url}{self._path}", data=encode(body), headers=self._headers)
+        return post(self._client, worker, self._path, body, self._headers)
 
     def _whereabouts(self) -> ToDecode:
         """Where the KV will be: what the prefill worker would answer in the end."""
@@ -184,27 +162,3 @@ class Attempt:
             remote_epoch=kv["epoch"],
             seed=self._seed,
         )
-
-    def _unreachable(self, worker: Worker, error: Exception) -> WorkerFailed:
-        why = str(error) or type(error).__name__
-        worker.lost(why)
-        return WorkerFailed(worker, HttpError(502, "peer_lost", f"{worker!r} cannot be reached or went away: {why}"))
-
-
-async def _unless_dead(worker: Worker, work: Coroutine[Any, Any, T]) -> T:
-    """``work``, given up when its worker has been silent for too long."""
-    task, dead = asyncio.ensure_future(work), asyncio.ensure_future(worker.dead.wait())
-    try:
-        await asyncio.wait((task, dead), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            error = HttpError(504, "worker_silent", f"{worker!r} has not answered for {DEAD_S:g} s; it was given up")
-            raise WorkerFailed(worker, error)
-        return task.result()
-    finally:
-        task.cancel()
-        dead.cancel()
-        await asyncio.gather(task, dead, return_exceptions=True)
-
-
-def _plain(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name.lower(): value for name, value in headers.items()}

@@ -11,30 +11,33 @@ import aiohttp
 from lynxkv.errors import Overloaded
 from lynxkv.serving.activity import Tracked
 from lynxkv.serving.ask import Ask
-from lynxkv.serving.dispatch import Attempt, WorkerFailed
+from lynxkv.serving.dispatch import Attempt
 from lynxkv.serving.errors import Refusal
 from lynxkv.serving.exchange import Reply
+from lynxkv.serving.relay import ELSEWHERE, WorkerFailed
 from lynxkv.serving.rendering import model_entry
+from lynxkv.serving.schema import Kind
 from lynxkv.serving.service import Service
-from lynxkv.serving.upstream import Fleet, Worker
+from lynxkv.serving.upstream import ROLES, Fleet, Worker
+from lynxkv.serving.vllm_workers import VllmAsk, VllmAttempt, model_of, raw_fields, read_for_vllm
 
 _PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
-_ELSEWHERE = frozenset({429, 500, 502, 503, 504})
-"""Statuses of one worker that another one may not have."""
 
 
 class RouterService(Service):
     """Spreads requests over workers by their outstanding tokens.
 
     A request whose prefill or decode worker fails before the client was told anything is tried once more with
-    another one; a failure is never passed for an answer.
+    another one; a failure is never passed for an answer. Workers are lynxkv's own or vLLM's, and a request's two are
+    of one kind.
 
     Parameters
     ----------
     prefill, decode : sequence of str
         URLs of workers.
     sequential : bool
-        The prefill worker first, then the decode worker, as vLLM's routers do; both at once otherwise.
+        The prefill worker first, then the decode worker, as vLLM's routers do and as vLLM's workers always need it;
+        both at once otherwise.
     max_outstanding : int
         Tokens of all requests in flight together, about; more is refused.
     upstream_token : str or None
@@ -83,27 +86,44 @@ class RouterService(Service):
             await session.close()
 
     def health(self) -> dict[str, Any]:
-        """Ready when there is a worker of either kind."""
-        ready = all(self.fleet.of(role) for role in ("prefill", "decode"))
+        """Ready when there is a pair of workers."""
         return {
-            "status": "ok" if ready else "no_workers",
+            "status": "ok" if self.fleet.ready() else "no_workers",
+            "missing": self.fleet.missing(),
             "outstanding_tokens": self._outstanding,
             "workers": [worker.plain() for worker in self.fleet.workers],
         }
 
     def models(self) -> list[dict[str, Any]]:
         """Those of the decode workers that are up."""
-        found = {
-            str(worker.about["model"]): model_entry(worker.about["model"], 0, worker.about.get("context"))
-            for worker in self.fleet.of("decode")
-        }
-        return list(found.values())
+        contexts = {model: context for worker in self.fleet.of("decode") for model, context in worker.models.items()}
+        return [model_entry(model, 0, context) for model, context in contexts.items()]
+
+    async def take(self, kind: Kind, body: bytes, reply: Reply, tracked: Tracked) -> None:
+        """Read a request as the workers of its model need it: what vLLM's understand, only they know."""
+        fields = raw_fields(body)
+        model = model_of(fields)
+        if self.fleet.kind(model) is None:
+            await self.fleet.check(self.asking)
+        match self.fleet.kind(model):
+            case "vllm":
+                ask = read_for_vllm(kind, fields)
+                self.check_model(model)
+                tracked.choices = ask.n
+                await self._bounded(ask, reply, tracked)
+            case "lynxkv":
+                await super().take(kind, body, reply, tracked)
+            case None:
+                self.fleet.pair(None, model, set())
 
     async def answer(self, ask: Ask, reply: Reply, tracked: Tracked) -> None:
         """Answer from two workers, or tell which failure ended it."""
         if ask.transfer is not None:
             raise Refusal("kv_transfer_params are between routers and workers: leave them out", "kv_transfer_params")
-        tokens = ask.estimated_tokens + ask.n * ask.params.max_tokens
+        await self._bounded(ask, reply, tracked)
+
+    async def _bounded(self, ask: Ask | VllmAsk, reply: Reply, tracked: Tracked) -> None:
+        tokens = ask.estimated_tokens + ask.most_tokens
         if self._outstanding and self._outstanding + tokens > self._max_outstanding:
             raise Overloaded(f"about {self._outstanding} of {self._max_outstanding} tokens are in flight: retry later")
         tracked.prompt_tokens = ask.estimated_tokens
@@ -113,13 +133,12 @@ class RouterService(Service):
         finally:
             self._outstanding -= tokens
 
-    async def _answer(self, ask: Ask, reply: Reply, tracked: Tracked, tokens: int) -> None:
+    async def _answer(self, ask: Ask | VllmAsk, reply: Reply, tracked: Tracked, tokens: int) -> None:
         without: set[Worker] = set()
         while True:
             prefill, decode = await self._pair(ask, without)
             tracked.workers = {"prefill": prefill.url, "decode": decode.url}
-            left_s = ask.lynx.deadline_s - tracked.elapsed() if tracked.retried else None
-            attempt = Attempt(self._client, ask, _PATHS[ask.kind], tracked.onward, prefill, decode, left_s)
+            attempt = self._attempt(ask, tracked, prefill, decode)
             tracked.transfer = attempt.transfer
             tracked.happened("dispatched", state="prefill")
             try:
@@ -129,8 +148,8 @@ class RouterService(Service):
                     regular = await self._run(attempt, reply)
             except WorkerFailed as failure:
                 worker = failure.worker
-                over = reply.status is not None or tracked.elapsed() >= ask.lynx.deadline_s
-                if over or failure.error.status not in _ELSEWHERE or worker.role in tracked.retried:
+                over = reply.status is not None or tracked.elapsed() >= ask.deadline_s
+                if over or failure.error.status not in ELSEWHERE or worker.role in tracked.retried:
                     raise failure.error from failure
                 if self._others(worker):
                     without.add(worker)
@@ -141,33 +160,42 @@ class RouterService(Service):
                 continue
             if regular:
                 tracked.finish = "answered"
-            else:  # the decode worker has told its failure in the stream, which was passed on
+            else:  # a worker has told its failure, which was passed on
                 tracked.error, tracked.status = "worker_error", reply.status
                 self.activity.end(tracked, "failed")
             return
 
-    async def _run(self, attempt: Attempt, reply: Reply) -> bool:
+    def _attempt(self, ask: Ask | VllmAsk, tracked: Tracked, prefill: Worker, decode: Worker) -> Attempt | VllmAttempt:
+        path = _PATHS[ask.kind]
+        if isinstance(ask, VllmAsk):
+            return VllmAttempt(self._client, ask, path, tracked.onward, prefill, decode)
+        left_s = ask.deadline_s - tracked.elapsed() if tracked.retried else None
+        return Attempt(
+            self._client, ask, path, tracked.onward, prefill, decode, sequential=self._sequential, deadline_s=left_s
+        )
+
+    async def _run(self, attempt: Attempt | VllmAttempt, reply: Reply) -> bool:
         """Whether the answer came to its regular end; of an attempt that does not, nothing is kept anywhere."""
         try:
-            return await (attempt.in_turn(reply) if self._sequential else attempt.at_once(reply))
+            return await attempt.run(reply)
         except BaseException:
             told = asyncio.create_task(attempt.give_up(self.asking))
             self._giving_up.add(told)
             told.add_done_callback(self._giving_up.discard)
             raise
 
-    async def _pair(self, ask: Ask, without: set[Worker]) -> tuple[Worker, Worker]:
+    async def _pair(self, ask: Ask | VllmAsk, without: set[Worker]) -> tuple[Worker, Worker]:
         """Workers for the request; those that seem down are asked again before it is refused."""
-        if not all(set(self.fleet.of(role)) - without for role in ("prefill", "decode")):
+        if not all(set(self.fleet.of(role)) - without for role in ROLES):
             await self.fleet.check(self.asking)
-        return self.fleet.pair(ask.model, without)
+        return self.fleet.pair("vllm" if isinstance(ask, VllmAsk) else "lynxkv", ask.model, without)
 
-    async def _began_anew(self, worker: Worker, attempt: Attempt) -> bool:
+    async def _began_anew(self, worker: Worker, attempt: Attempt | VllmAttempt) -> bool:
         """Whether the only prefill worker has restarted since it was chosen: only what it had is gone."""
-        if worker.role != "prefill":
+        if worker.role != "prefill" or isinstance(attempt, VllmAttempt):
             return False
         await worker.check(self.asking)
         return worker.up and worker.about["kv"]["epoch"] != attempt.epoch
 
     def _others(self, worker: Worker) -> bool:
-        return any(other is not worker for other in self.fleet.of(worker.role))
+        return any(other is not worker and other.kind == worker.kind for other in self.fleet.of(worker.role))

@@ -60,6 +60,13 @@ class Service(ABC):
     async def close(self) -> None:  # noqa: B027
         """End it; every request has ended before."""
 
+    async def take(self, kind: Kind, body: bytes, reply: Reply, tracked: Tracked) -> None:
+        """Read a request's body and answer it."""
+        ask = read(kind, body)
+        self.check_model(ask.model)
+        tracked.choices = ask.n
+        await self.answer(ask, reply, tracked)
+
     @abstractmethod
     async def answer(self, ask: Ask, reply: Reply, tracked: Tracked) -> None:
         """Write the answer; LynxError for a failure, cancelled when nobody wants it any more."""
@@ -111,10 +118,7 @@ class Service(ABC):
                 raise body
             if self.draining:
                 raise Draining
-            ask = read(kind, body)
-            self.check_model(ask.model)
-            tracked.choices = ask.n
-            await self.answer(ask, reply, tracked)
+            await self.take(kind, body, reply, tracked)
 
         return _Counted(self, Exchange(work, self.activity, tracked, self._stopping))
 

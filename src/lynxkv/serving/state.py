@@ -26,7 +26,7 @@ def routes(service: RouterService) -> APIRouter:
 
     @router.get("/lynx/state")
     async def state() -> Response:
-        asked = [_requests(service.asking, worker) for worker in service.fleet.workers if worker.up]
+        asked = [_requests(service.asking, worker) for worker in service.fleet.workers if _tells(worker)]
         told = await asyncio.gather(*asked)
         return json_response(merged(service, told))
 
@@ -72,6 +72,10 @@ def _join(request: dict[str, Any], theirs: dict[str, Any], later: float) -> None
         request["state"] = theirs["state"]
     elif request["finish"]:
         request["finish"] = theirs["finish"] or request["finish"]
+
+
+def _tells(worker: Worker) -> bool:
+    return worker.up and worker.kind == "lynxkv"
 
 
 async def _requests(client: aiohttp.ClientSession, worker: Worker) -> dict[str, Any]:
